@@ -1,0 +1,248 @@
+"""The one type that crosses processes: a TensorDict with declared fields.
+
+One row is one prompt or one response. Per-token fields are ragged (jagged nested tensors, no padding);
+`padded` gives the rectangular view that `hybridrl.algorithms` works on. Python objects (answers, task
+descriptions) are one object a row.
+
+Rows are selected, repeated, joined and padded with the functions below; they accept any row count, zero
+included. They never reorder rows.
+"""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from tensordict import NonTensorData, NonTensorStack, TensorDict
+from torch import Tensor
+
+from hybridrl.errors import BatchError, unknown
+
+
+@dataclass(frozen=True, slots=True)
+class Field:
+    """A declared column. `shape` is per row: "" scalar, "T" ragged prompt, "R" ragged response."""
+
+    shape: str
+    dtype: torch.dtype | type
+    writer: str
+    meaning: str
+
+
+FIELDS: dict[str, Field] = {
+    # written by the prompt loader
+    "prompt_ids": Field("T", torch.int64, "data", "token ids of the rendered prompt"),
+    "prompt": Field("", object, "data", "the prompt as given: text, or chat messages"),
+    "answer": Field("", object, "data", "reference answer handed to the reward; may be None"),
+    "task": Field("", object, "data", "anything else the reward needs (for instance a reasoning-gym entry)"),
+    "group_ids": Field("", torch.int64, "data", "equal for responses to the same prompt"),
+    "seeds": Field("", torch.int64, "data", "sampling seed of the row: does not depend on how work is split"),
+    # written by the rollout engine
+    "response_ids": Field("R", torch.int64, "rollout", "sampled token ids, end token included"),
+    "response_mask": Field("R", torch.bool, "rollout", "true on tokens the policy sampled and may train on"),
+    "rollout_log_probs": Field("R", torch.float32, "rollout", "log-probs of the distribution sampled from"),
+    "weight_versions": Field("R", torch.int64, "rollout", "weight version that produced each token"),
+    "finish_reason": Field("", object, "rollout", "'stop', 'length' or 'aborted'"),
+    "response": Field("", object, "rollout", "decoded response, special tokens removed"),
+    # written by rewards
+    "rewards": Field("", torch.float32, "rewards", "score of the row; NaN where scoring failed"),
+    "reward_error": Field("", object, "rewards", "None, or why the row has no reward"),
+    # written by the training engine
+    "old_log_probs": Field("R", torch.float32, "training", "log-probs under the weights at the start of the update"),
+    "ref_log_probs": Field("R", torch.float32, "training", "log-probs under the frozen reference"),
+    "entropies": Field("R", torch.float32, "training", "entropy of each token's distribution"),
+    # written by the loop
+    "advantages": Field("R", torch.float32, "loop", "advantage of each token"),
+    "returns": Field("R", torch.float32, "loop", "return of each token, for a critic"),
+    "loss_weights": Field("R", torch.float32, "loop", "coefficient of each token's loss in the mini-batch total"),
+    "correction_weights": Field("R", torch.float32, "loop", "rollout-correction weight times keep mask"),
+}
+
+
+def make_batch(**fields: Any) -> TensorDict:
+    """Build a batch from tensors, jagged nested tensors, lists of per-row 1-D tensors, or lists of objects.
+
+    Raises BatchError when row counts differ or a declared field has another dtype.
+    """
+    if not fields:
+        raise BatchError("a batch needs at least one field, got none.")
+    counts = {name: len(value) if not isinstance(value, Tensor) else value.shape[0] for name, value in fields.items()}
+    if len(set(counts.values())) > 1:
+        raise BatchError(f"all fields of a batch need the same number of rows, got {counts}.")
+    batch = TensorDict({}, batch_size=[next(iter(counts.values()))])
+    for name, value in fields.items():
+        put(batch, name, value)
+    return batch
+
+
+def put(batch: TensorDict, name: str, value: Any) -> None:
+    """Write one column; accepts what `make_batch` accepts.
+
+    Raises BatchError when the row count or the declared dtype does not fit.
+    """
+    if isinstance(value, Tensor):
+        column = value
+    elif name in FIELDS and FIELDS[name].dtype is not object:
+        field = FIELDS[name]
+        column = ragged(value, field.dtype) if field.shape else torch.as_tensor(value, dtype=field.dtype)
+    else:
+        column = objects(value)
+    if isinstance(column, Tensor):
+        declared = FIELDS.get(name)
+        if declared and declared.dtype is not object and column.dtype != declared.dtype:
+            raise BatchError(f"field {name!r} is declared {declared.dtype}, got {column.dtype}.")
+        if column.shape[0] != num_rows(batch):
+            raise BatchError(f"field {name!r} has {column.shape[0]} rows, the batch has {num_rows(batch)}.")
+    batch.set(name, column)
+
+
+def num_rows(batch: TensorDict) -> int:
+    """Number of rows."""
+    return batch.batch_size[0]
+
+
+def require(batch: TensorDict, *names: str) -> None:
+    """Raise BatchError naming the fields that are missing and who writes them."""
+    for name in names:
+        if name not in batch.keys():
+            by = f" It is written by {FIELDS[name].writer}." if name in FIELDS else ""
+            raise BatchError(unknown("batch field", name, batch.keys()) + by)
+
+
+def ragged(rows: Sequence[Any], dtype: torch.dtype) -> Tensor:
+    """Jagged nested tensor [B, *] from B sequences or 1-D tensors; B may be 0, rows may be empty."""
+    tensors = [torch.as_tensor(row, dtype=dtype).reshape(-1) for row in rows]
+    lengths = torch.tensor([len(row) for row in tensors], dtype=torch.int64)
+    values = torch.cat(tensors) if tensors else torch.zeros(0, dtype=dtype)
+    return from_lengths(values, lengths)
+
+
+def from_lengths(values: Tensor, lengths: Tensor) -> Tensor:
+    """Jagged nested tensor from rows laid end to end. values [sum(lengths)], lengths [B] int64."""
+    offsets = torch.zeros(len(lengths) + 1, dtype=torch.int64)
+    torch.cumsum(lengths, 0, out=offsets[1:])
+    # Declared bounds keep the nested tensor from scanning its offsets on every access.
+    low, high = (int(lengths.min()), int(lengths.max())) if len(lengths) else (0, 0)
+    return torch.nested.nested_tensor_from_jagged(values, offsets, min_seqlen=low, max_seqlen=high)
+
+
+def objects(values: Sequence[Any]) -> Any:
+    """Column of one Python object a row."""
+    values = list(values)
+    return NonTensorStack(*values) if values else NonTensorData(data=[], batch_size=[0])
+
+
+def is_ragged(column: Any) -> bool:
+    """Whether a column is a jagged nested tensor."""
+    return isinstance(column, Tensor) and column.is_nested
+
+
+def lengths(column: Tensor) -> Tensor:
+    """Row lengths [B] int64 of a ragged column."""
+    return column.offsets().diff()
+
+
+def padded(column: Tensor, fill: float | int | bool = 0, length: int | None = None) -> Tensor:
+    """Right-padded [B, R] copy of a ragged column; R is the longest row or `length`."""
+    sizes = lengths(column)
+    width = int(sizes.max()) if len(sizes) else 0
+    width = width if length is None else length
+    out = torch.full((len(sizes), width), fill, dtype=column.dtype)
+    out[torch.arange(width) < sizes[:, None]] = column.values()
+    return out
+
+
+def unpadded(rectangle: Tensor, like: Tensor) -> Tensor:
+    """Ragged column with the row lengths of the ragged column `like`, from a right-padded [B, R] tensor."""
+    sizes = lengths(like)
+    if rectangle.shape[0] != len(sizes) or (len(sizes) and rectangle.shape[1] < int(sizes.max())):
+        raise BatchError(f"can't cut {tuple(rectangle.shape)} into {len(sizes)} rows of {sizes.tolist()} tokens.")
+    return from_lengths(rectangle[torch.arange(rectangle.shape[1]) < sizes[:, None]], sizes)
+
+
+def rows_of(column: Any) -> list[Any]:
+    """A column as a list of rows: 1-D tensors for ragged columns, scalars or tensors, or objects."""
+    if is_ragged(column):
+        return list(column.values().split(lengths(column).tolist()))
+    return list(column)
+
+
+def select(batch: TensorDict, index: Sequence[int] | Tensor | slice) -> TensorDict:
+    """The rows named by `index`, in that order; rows may repeat."""
+    if isinstance(index, slice):
+        index = range(num_rows(batch))[index]
+    index = torch.as_tensor(list(index) if isinstance(index, range) else index, dtype=torch.int64)
+    picked = TensorDict({}, batch_size=[len(index)])
+    for name in batch.keys():
+        picked.set(name, _select_column(batch.get(name), batch[name], index))
+    return picked
+
+
+def _select_column(stored: Any, column: Any, index: Tensor) -> Any:
+    if not isinstance(stored, Tensor):
+        return objects([column[i] for i in index.tolist()])
+    if not stored.is_nested:
+        return stored[index]
+    sizes = lengths(stored)[index]
+    starts = stored.offsets()[:-1][index]
+    within = torch.arange(int(sizes.sum())) - (sizes.cumsum(0) - sizes).repeat_interleave(sizes)
+    return from_lengths(stored.values()[starts.repeat_interleave(sizes) + within], sizes)
+
+
+def repeat(batch: TensorDict, times: int) -> TensorDict:
+    """Each row `times` times in a row: a a b b."""
+    return select(batch, torch.arange(num_rows(batch)).repeat_interleave(times))
+
+
+def concat(batches: Sequence[TensorDict]) -> TensorDict:
+    """All rows of all batches in order. Raises BatchError when fields differ."""
+    if not batches:
+        raise BatchError("nothing to concatenate: got an empty list of batches.")
+    if len(batches) == 1:
+        return batches[0]
+    names = set(batches[0].keys())
+    for other in batches[1:]:
+        if set(other.keys()) != names:
+            raise BatchError(f"batches have different fields: {sorted(names ^ set(other.keys()))} are not in all.")
+    joined = TensorDict({}, batch_size=[sum(num_rows(b) for b in batches)])
+    for name in batches[0].keys():
+        columns = [b.get(name) for b in batches]
+        if not isinstance(columns[0], Tensor):
+            joined.set(name, objects([item for b in batches for item in b[name]]))
+        elif columns[0].is_nested:
+            joined.set(name, from_lengths(torch.cat([c.values() for c in columns]),
+                                          torch.cat([lengths(c) for c in columns])))
+        else:
+            joined.set(name, torch.cat(columns))
+    return joined
+
+
+def split_sizes(total: int, parts: int) -> list[int]:
+    """Sizes of `parts` consecutive shares of `total` rows that differ by at most one, larger ones first."""
+    share, extra = divmod(total, parts)
+    return [share + (i < extra) for i in range(parts)]
+
+
+def split(batch: TensorDict, parts: int) -> list[TensorDict]:
+    """`parts` consecutive shares, in order; shares may be empty."""
+    shares, start = [], 0
+    for size in split_sizes(num_rows(batch), parts):
+        shares.append(narrow(batch, start, size))
+        start += size
+    return shares
+
+
+def narrow(batch: TensorDict, start: int, size: int) -> TensorDict:
+    """Rows start..start+size as views: tensors are not copied."""
+    part = TensorDict({}, batch_size=[size])
+    for name in batch.keys():
+        column = batch.get(name)
+        if not isinstance(column, Tensor):
+            part.set(name, objects(batch[name][start:start + size]))
+        elif column.is_nested:
+            offsets = column.offsets()
+            first, last = int(offsets[start]), int(offsets[start + size])
+            part.set(name, from_lengths(column.values()[first:last], lengths(column)[start:start + size]))
+        else:
+            part.set(name, column[start:start + size])
+    return part

@@ -1,0 +1,304 @@
+"""Every option, its checks, and how a command line becomes one typed object.
+
+Options are dataclasses; defaults live here only. `load` composes a recipe's YAML with Hydra overrides, turns
+the result into plain dataclasses and runs every `validate()`, so a wrong option fails before anything starts.
+The docstring beneath a field is its documentation: docs/configuration.md is made from these.
+"""
+
+from dataclasses import dataclass, field
+from typing import Any
+
+from hybridrl.errors import ConfigError, unknown
+
+
+def check(ok: bool, key: str, value: object, accepted: str) -> None:
+    """Raise ConfigError naming the key, the value and what is accepted, unless `ok`."""
+    if not ok:
+        raise ConfigError(f"{key} must be {accepted}, got {value!r}.")
+
+
+def check_choice(key: str, value: str, choices: tuple[str, ...]) -> None:
+    """Raise ConfigError with near matches unless `value` is one of `choices`."""
+    if value not in choices:
+        raise ConfigError(f"{key}: " + unknown("choice", value, choices))
+
+
+@dataclass(kw_only=True, slots=True)
+class ClusterConfig:
+    backend: str = "ray"
+    """`ray` (workers are processes) or `local` (one worker inside the controller's process; a debugger works)."""
+    address: str = ""
+    """Address of a running Ray cluster to join (`auto`, or host:port); empty starts one on this machine."""
+    ranks: int = 1
+    """Worker processes of a pool, one device each."""
+    call_timeout_s: float = 1800.0
+    """Longest wait for one worker-group call, in seconds."""
+    start_timeout_s: float = 300.0
+    """Longest wait for Ray, for the pool's processes and for their process group, in seconds."""
+
+    def validate(self) -> None:
+        check_choice("cluster.backend", self.backend, ("ray", "local"))
+        check(self.ranks >= 1, "cluster.ranks", self.ranks, "at least 1")
+        if self.backend == "local":
+            check(self.ranks == 1, "cluster.ranks", self.ranks, "1 with cluster.backend=local")
+            check(not self.address, "cluster.address", self.address, "empty with cluster.backend=local")
+        check(self.call_timeout_s > 0, "cluster.call_timeout_s", self.call_timeout_s, "positive")
+        check(self.start_timeout_s > 0, "cluster.start_timeout_s", self.start_timeout_s, "positive")
+
+
+@dataclass(kw_only=True, slots=True)
+class ModelConfig:
+    path: str = ""
+    """Folder of a Hugging Face model with its tokenizer, or `smollm2` (converted on first use, cached)."""
+    trust_remote_code: bool = False
+    """Run Python code that the model folder carries. Only for folders you trust."""
+
+    def validate(self) -> None:
+        check(bool(self.path), "policy.model.path", self.path, "a model folder")
+
+
+@dataclass(kw_only=True, slots=True)
+class TrainingConfig:
+    learning_rate: float = 1e-6
+    """Peak learning rate of AdamW."""
+    warmup_steps: int = 0
+    """Optimizer steps of linear warm-up from 0."""
+    schedule: str = "constant"
+    """`constant`, `linear` or `cosine` decay to 0 over `total_steps`, after the warm-up."""
+    total_steps: int = 0
+    """Optimizer steps the decay spans; needed by `linear` and `cosine`."""
+    weight_decay: float = 0.0
+    """Decoupled weight decay."""
+    beta1: float = 0.9
+    """AdamW's first-moment decay."""
+    beta2: float = 0.999
+    """AdamW's second-moment decay."""
+    max_grad_norm: float = 1.0
+    """Global gradient-norm clip."""
+    max_skipped_steps: int = 3
+    """Optimizer steps in a row that may be skipped for non-finite gradients before the run stops."""
+    micro_batch_tokens: int = 8192
+    """Token budget of one forward and backward pass; a longer sequence gets a pass of its own."""
+    logits_chunk_tokens: int = 1024
+    """Tokens whose logits are held at a time."""
+    gradient_checkpointing: bool = False
+    """Recompute layer activations in the backward pass."""
+    offload: str = "auto"
+    """`auto` or `never`: move parameters, gradients and optimizer state to CPU memory during rollout (CUDA only)."""
+
+    def validate(self) -> None:
+        key = "policy.training"
+        check(self.learning_rate >= 0, f"{key}.learning_rate", self.learning_rate, "at least 0")
+        check(self.warmup_steps >= 0, f"{key}.warmup_steps", self.warmup_steps, "at least 0")
+        check_choice(f"{key}.schedule", self.schedule, ("constant", "linear", "cosine"))
+        if self.schedule != "constant":
+            check(self.total_steps > self.warmup_steps, f"{key}.total_steps", self.total_steps,
+                  f"more than warmup_steps={self.warmup_steps} with schedule={self.schedule}")
+        check(self.weight_decay >= 0, f"{key}.weight_decay", self.weight_decay, "at least 0")
+        check(0 <= self.beta1 < 1, f"{key}.beta1", self.beta1, "in [0, 1)")
+        check(0 <= self.beta2 < 1, f"{key}.beta2", self.beta2, "in [0, 1)")
+        check(self.max_grad_norm > 0, f"{key}.max_grad_norm", self.max_grad_norm, "positive")
+        check(self.max_skipped_steps >= 0, f"{key}.max_skipped_steps", self.max_skipped_steps, "at least 0")
+        check(self.micro_batch_tokens >= 1, f"{key}.micro_batch_tokens", self.micro_batch_tokens, "at least 1")
+        check(self.logits_chunk_tokens >= 1, f"{key}.logits_chunk_tokens", self.logits_chunk_tokens, "at least 1")
+        check_choice(f"{key}.offload", self.offload, ("auto", "never"))
+
+
+@dataclass(kw_only=True, slots=True)
+class RolloutConfig:
+    engine: str = "vllm"
+    """`vllm`, or `transformers` (slow; a reference, and for models that vLLM lacks)."""
+    tensor_parallel: int = 1
+    """Ranks that share one engine; must divide `cluster.ranks`."""
+    dtype: str = "auto"
+    """`float32`, `bfloat16`, or `auto`: float32 on CPU, bfloat16 on CUDA."""
+    temperature: float = 1.0
+    """Sampling temperature; training uses the same one."""
+    max_prompt_tokens: int = 512
+    """Longest prompt; longer ones are left out by the loader and counted."""
+    max_response_tokens: int = 512
+    """Longest response; a longer one is cut and its finish reason is `length`."""
+    max_running: int = 256
+    """Sequences decoded at a time by one engine."""
+    kv_cache_gib: float = 1.0
+    """Key-value cache of one engine on CPU, in GiB."""
+    gpu_memory_frac: float = 0.6
+    """Share of a GPU's memory that one engine may use (CUDA)."""
+    enforce_eager: bool = False
+    """Skip CUDA graphs (CPU engines are always eager)."""
+
+    def validate(self) -> None:
+        key = "policy.rollout"
+        check_choice(f"{key}.engine", self.engine, ("vllm", "transformers"))
+        check(self.tensor_parallel >= 1, f"{key}.tensor_parallel", self.tensor_parallel, "at least 1")
+        if self.engine == "transformers":
+            check(self.tensor_parallel == 1, f"{key}.tensor_parallel", self.tensor_parallel, "1 with engine=transformers")
+        check_choice(f"{key}.dtype", self.dtype, ("auto", "float32", "bfloat16"))
+        check(self.temperature > 0, f"{key}.temperature", self.temperature, "positive")
+        check(self.max_prompt_tokens >= 1, f"{key}.max_prompt_tokens", self.max_prompt_tokens, "at least 1")
+        check(self.max_response_tokens >= 1, f"{key}.max_response_tokens", self.max_response_tokens, "at least 1")
+        check(self.max_running >= 1, f"{key}.max_running", self.max_running, "at least 1")
+        check(self.kv_cache_gib > 0, f"{key}.kv_cache_gib", self.kv_cache_gib, "positive")
+        check(0 < self.gpu_memory_frac < 1, f"{key}.gpu_memory_frac", self.gpu_memory_frac, "between 0 and 1")
+
+
+@dataclass(kw_only=True, slots=True)
+class SyncConfig:
+    bucket_mib: int = 64
+    """Weights gathered at a time, in MiB; one larger tensor gets a bucket of its own."""
+    fingerprint_tokens: int = 16
+    """Tokens whose log-probs of the two engines are compared after each sync; 0 turns the comparison off."""
+    max_gap: float = 0.0
+    """Largest accepted log-prob gap of that comparison; 0 means 1e-3 in float32 and 0.5 in bfloat16."""
+
+    def validate(self) -> None:
+        check(self.bucket_mib >= 1, "policy.sync.bucket_mib", self.bucket_mib, "at least 1")
+        check(self.fingerprint_tokens >= 0, "policy.sync.fingerprint_tokens", self.fingerprint_tokens, "at least 0")
+        check(self.max_gap >= 0, "policy.sync.max_gap", self.max_gap, "at least 0")
+
+
+@dataclass(kw_only=True, slots=True)
+class PolicyConfig:
+    model: ModelConfig = field(default_factory=ModelConfig)
+    training: TrainingConfig = field(default_factory=TrainingConfig)
+    rollout: RolloutConfig = field(default_factory=RolloutConfig)
+    sync: SyncConfig = field(default_factory=SyncConfig)
+
+
+@dataclass(kw_only=True, slots=True)
+class DataConfig:
+    source: str = "jsonl"
+    """`jsonl`, `parquet`, `dataset` (a Hugging Face dataset saved on disk) or `reasoning_gym`."""
+    path: str = ""
+    """File of `jsonl` and `parquet`, folder of `dataset`."""
+    task: str = ""
+    """Task name of `reasoning_gym`, for instance `chain_sum`."""
+    task_options: dict[str, Any] = field(default_factory=dict)
+    """Options of the `reasoning_gym` task."""
+    task_size: int = 1000
+    """Problems that `reasoning_gym` makes."""
+    task_seed: int = 0
+    """Seed of the `reasoning_gym` problems."""
+    prompt_field: str = "prompt"
+    """Field that holds the prompt: a text, or a list of chat messages."""
+    answer_field: str = "answer"
+    """Field that holds the reference answer; rows may leave it out when empty."""
+    system_prompt: str = ""
+    """System message put before a text prompt when a chat template is used."""
+    chat_template: bool = True
+    """Render prompts with the tokenizer's chat template; off feeds the text as it is."""
+    bad_rows: str = "error"
+    """`error` stops at a malformed row and names it; `skip` leaves it out and counts it."""
+    shuffle: bool = True
+    """Draw prompts in a new seeded order each epoch."""
+
+    def validate(self, key: str = "data") -> None:
+        check_choice(f"{key}.source", self.source, ("jsonl", "parquet", "dataset", "reasoning_gym"))
+        check_choice(f"{key}.bad_rows", self.bad_rows, ("error", "skip"))
+        if self.source == "reasoning_gym":
+            check(bool(self.task), f"{key}.task", self.task, "a reasoning-gym task with source=reasoning_gym")
+            check(self.task_size >= 1, f"{key}.task_size", self.task_size, "at least 1")
+        else:
+            check(bool(self.path), f"{key}.path", self.path, f"a path with source={self.source}")
+
+
+@dataclass(kw_only=True, slots=True)
+class RewardFunctionConfig:
+    name: str = "exact"
+    """`exact`, `numeric`, `math_verify`, `reasoning_gym`, or the import path of a function, `package.module:function`."""
+    weight: float = 1.0
+    """Weight in the sum of all functions."""
+    options: dict[str, Any] = field(default_factory=dict)
+    """Keyword arguments handed to the function."""
+
+
+@dataclass(kw_only=True, slots=True)
+class RewardConfig:
+    functions: list[RewardFunctionConfig] = field(default_factory=lambda: [RewardFunctionConfig()])
+    """Reward functions; their weighted sum is the reward."""
+    workers: int = 2
+    """Processes that run them."""
+    timeout_s: float = 10.0
+    """Longest run of one call, in seconds; a longer one is killed and its row has no reward."""
+
+    def validate(self) -> None:
+        check(len(self.functions) >= 1, "reward.functions", self.functions, "at least one function")
+        check(self.workers >= 1, "reward.workers", self.workers, "at least 1")
+        check(self.timeout_s > 0, "reward.timeout_s", self.timeout_s, "positive")
+
+
+@dataclass(kw_only=True, slots=True)
+class Choice:
+    name: str = ""
+    """Name in the table."""
+    options: dict[str, Any] = field(default_factory=dict)
+    """Options of that entry; its options class in `hybridrl.algorithms` lists them."""
+
+
+@dataclass(kw_only=True, slots=True)
+class KLConfig:
+    coefficient: float = 0.0
+    """Weight of the KL loss against the reference; 0 loads no reference model."""
+    estimator: str = "k3+"
+    """Entry of `KL_ESTIMATORS`."""
+
+
+@dataclass(kw_only=True, slots=True)
+class AlgorithmConfig:
+    responses_per_prompt: int = 8
+    """Responses sampled per prompt: the group."""
+    advantage: Choice = field(default_factory=lambda: Choice(name="grpo"))
+    """Entry of `ADVANTAGES`."""
+    loss: Choice = field(default_factory=lambda: Choice(name="ppo_clip"))
+    """Entry of `POLICY_LOSSES`."""
+    aggregation: str = "token-mean"
+    """Entry of `AGGREGATIONS`."""
+    correction: Choice = field(default_factory=lambda: Choice(name="token_tis"))
+    """Entry of `CORRECTIONS` for the gap between rollout and training log-probs; an empty name turns it off."""
+    kl: KLConfig = field(default_factory=KLConfig)
+    mini_batches: int = 1
+    """Optimizer steps per batch."""
+    epochs: int = 1
+    """Passes over each batch."""
+
+    def validate(self) -> None:
+        check(self.responses_per_prompt >= 1, "algorithm.responses_per_prompt", self.responses_per_prompt, "at least 1")
+        check(self.mini_batches >= 1, "algorithm.mini_batches", self.mini_batches, "at least 1")
+        check(self.epochs >= 1, "algorithm.epochs", self.epochs, "at least 1")
+        check(self.kl.coefficient >= 0, "algorithm.kl.coefficient", self.kl.coefficient, "at least 0")
+
+
+@dataclass(kw_only=True, slots=True)
+class TrainerConfig:
+    run_dir: str = ""
+    """Folder of the run; empty makes `runs/<recipe>-<date>-<time>`. An existing one is resumed."""
+    steps: int = 100
+    """Steps of the run."""
+    prompts_per_step: int = 16
+    """Prompts drawn for one step."""
+    eval_every: int = 0
+    """Steps between evaluations on `eval_data`; 0 evaluates only before the first and after the last step."""
+    eval_samples: int = 1
+    """Responses per evaluation problem."""
+    eval_prompts: int = 256
+    """Problems of one evaluation: the first of `eval_data`."""
+    checkpoint_every: int = 0
+    """Steps between checkpoints; 0 saves only at the end and when interrupted."""
+    keep_checkpoints: int = 2
+    """Newest checkpoints kept."""
+    export: bool = True
+    """Write the trained model in Hugging Face format at the end."""
+    trackers: list[str] = field(default_factory=lambda: ["tensorboard"])
+    """Any of `tensorboard`, `wandb`, `mlflow`; `metrics.jsonl` is always written."""
+    save_samples: int = 4
+    """Rows of each step written to `samples.jsonl`."""
+
+    def validate(self) -> None:
+        check(self.steps >= 0, "trainer.steps", self.steps, "at least 0")
+        check(self.prompts_per_step >= 1, "trainer.prompts_per_step", self.prompts_per_step, "at least 1")
+        for name in ("eval_every", "checkpoint_every", "save_samples"):
+            check(getattr(self, name) >= 0, f"trainer.{name}", getattr(self, name), "at least 0")
+        for name in ("eval_samples", "eval_prompts", "keep_checkpoints"):
+            check(getattr(self, name) >= 1, f"trainer.{name}", getattr(self, name), "at least 1")
+        for tracker in self.trackers:
+            check_choice("trainer.trackers", tracker, ("tensorboard", "wandb", "mlflow"))

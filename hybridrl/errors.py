@@ -1,0 +1,76 @@
+"""Every error the library raises on purpose.
+
+HybridRLError
+├── ConfigError          a configuration key, value or combination        (also ValueError)
+├── DataError            a file, row or field of a dataset                (also ValueError)
+├── ModelError           a model folder, tokenizer or checkpoint of one   (also ValueError)
+├── BatchError           a batch that breaks the field table              (also ValueError)
+├── PhaseError           a policy method called in the wrong phase        (also RuntimeError)
+├── SyncError            weights that did not arrive, or arrived changed  (also RuntimeError)
+├── CheckpointError      a checkpoint that can't be written or read       (also RuntimeError)
+├── DeadlineError        a wait that ran out                              (also TimeoutError)
+└── WorkerError          a failure inside a worker, with role, rank, step (also RuntimeError)
+"""
+
+import difflib
+from collections.abc import Iterable
+
+
+class HybridRLError(Exception):
+    """Base of all errors raised by hybridrl."""
+
+
+class ConfigError(HybridRLError, ValueError):
+    """A configuration key, value or combination that is not accepted."""
+
+
+class DataError(HybridRLError, ValueError):
+    """A dataset file, row or field that can't be used."""
+
+
+class ModelError(HybridRLError, ValueError):
+    """A model or tokenizer folder that can't be used."""
+
+
+class BatchError(HybridRLError, ValueError):
+    """A batch whose fields don't fit the field table or each other."""
+
+
+class PhaseError(HybridRLError, RuntimeError):
+    """A policy method called in a phase or at a weight version it can't work in."""
+
+
+class SyncError(HybridRLError, RuntimeError):
+    """A weight sync that was incomplete or that the fingerprint contradicts."""
+
+
+class CheckpointError(HybridRLError, RuntimeError):
+    """A checkpoint that can't be written or read."""
+
+
+class DeadlineError(HybridRLError, TimeoutError):
+    """A wait that ran out; the message names what was waited for."""
+
+
+class WorkerError(HybridRLError, RuntimeError):
+    """A failure inside a worker.
+
+    Attributes: role, rank, step (None before the first step), cause (one line), remote_traceback (text).
+    """
+
+    def __init__(self, role: str, rank: int, step: int | None, cause: str, remote_traceback: str = ""):
+        self.role, self.rank, self.step = role, rank, step
+        self.cause, self.remote_traceback = cause, remote_traceback
+        where = f"{role} rank {rank}" + ("" if step is None else f" at step {step}")
+        super().__init__(f"{where}: {cause}")
+
+    def __reduce__(self):
+        return type(self), (self.role, self.rank, self.step, self.cause, self.remote_traceback)
+
+
+def unknown(kind: str, name: object, choices: Iterable[str]) -> str:
+    """One line saying that `name` is no `kind`, with near matches and the choices."""
+    choices = sorted(choices)
+    near = difflib.get_close_matches(str(name), choices, n=3, cutoff=0.6)
+    hint = f" Did you mean {', '.join(near)}?" if near else ""
+    return f"Unknown {kind} {name!r}.{hint} Choices: {', '.join(choices)}."
