@@ -1,0 +1,63 @@
+"""Checks of the tensors that enter an algorithm: shape, dtype, presence.
+
+Every public function calls these first, so a wrong batch fails with the name of the argument.
+"""
+
+import torch
+from torch import Tensor
+
+from hybridrl.errors import BatchError
+
+
+def check_mask(mask: Tensor) -> None:
+    """Raise BatchError unless `mask` is a [B, R] bool tensor."""
+    if not isinstance(mask, Tensor):
+        raise BatchError(f"'mask' must be a bool tensor [B, R], got {type(mask).__name__}.")
+    if mask.dtype != torch.bool or mask.dim() != 2:
+        raise BatchError(f"'mask' must be bool [B, R], got {mask.dtype} {list(mask.shape)}.")
+
+
+def check_tokens(mask: Tensor, **tensors: Tensor | None) -> None:
+    """Raise BatchError unless each given tensor is floating point with the shape of `mask`."""
+    check_mask(mask)
+    for name, tensor in tensors.items():
+        if tensor is None:
+            continue
+        if not isinstance(tensor, Tensor) or not tensor.is_floating_point() or tensor.shape != mask.shape:
+            raise BatchError(
+                f"{name!r} must be floating point {list(mask.shape)} like 'mask', got {_got(tensor)}."
+            )
+
+
+def check_rows(mask: Tensor, **tensors: Tensor | None) -> None:
+    """Raise BatchError unless each given tensor is floating point [B]."""
+    check_mask(mask)
+    for name, tensor in tensors.items():
+        if tensor is None:
+            continue
+        if not isinstance(tensor, Tensor) or not tensor.is_floating_point() or tensor.shape != mask.shape[:1]:
+            raise BatchError(
+                f"{name!r} must be floating point [{mask.shape[0]}], one a row, got {_got(tensor)}."
+            )
+
+
+def check_ids(mask: Tensor, **tensors: Tensor | None) -> None:
+    """Raise BatchError unless each given tensor is an integer tensor [B]."""
+    check_mask(mask)
+    for name, tensor in tensors.items():
+        if tensor is None:
+            continue
+        integer = isinstance(tensor, Tensor) and not tensor.is_floating_point() and tensor.dtype != torch.bool
+        if not integer or tensor.shape != mask.shape[:1]:
+            raise BatchError(f"{name!r} must be an integer tensor [{mask.shape[0]}], got {_got(tensor)}.")
+
+
+def need(user: str, **tensors: Tensor | None) -> None:
+    """Raise BatchError when an optional column that `user` can't do without is None."""
+    for name, tensor in tensors.items():
+        if tensor is None:
+            raise BatchError(f"{user} needs {name!r}, got None.")
+
+
+def _got(value: object) -> str:
+    return f"{value.dtype} {list(value.shape)}" if isinstance(value, Tensor) else type(value).__name__

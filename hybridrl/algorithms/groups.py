@@ -1,0 +1,134 @@
+"""Group statistics over rows that answer the same prompt, and rows that share one trajectory.
+
+Groups may be uneven, interleaved and have any ids. Statistics run in float64 with two passes. An invalid
+row (its reward is not finite) is left out of every statistic.
+"""
+
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from hybridrl.errors import BatchError
+
+
+@dataclass(frozen=True)
+class Groups:
+    """Rewards of N units (responses, or trajectories) with the group of each.
+
+    rewards: [N] float64, 0 where invalid. valid: [N] bool. index: [N] int64 in [0, num_groups).
+    """
+
+    rewards: Tensor
+    valid: Tensor
+    index: Tensor
+    num_groups: int
+
+    @classmethod
+    def of(cls, rewards: Tensor, group_ids: Tensor) -> "Groups":
+        """Number the groups; a reward that is NaN or infinite makes its unit invalid."""
+        unique, index = torch.unique(group_ids, return_inverse=True)
+        valid = rewards.isfinite()
+        values = torch.where(valid, rewards.double(), 0.0)
+        return cls(values, valid, index, unique.numel())
+
+    def sum(self, x: Tensor) -> Tensor:
+        """[num_groups] sum of x over the valid members of each group."""
+        zero = torch.zeros(self.num_groups, dtype=torch.float64, device=x.device)
+        return zero.index_add(0, self.index, torch.where(self.valid, x.double(), 0.0))
+
+    def max(self, x: Tensor, among: Tensor | None = None) -> Tensor:
+        """[num_groups] largest x over the valid members (and `among`); -inf without any."""
+        members = self.valid if among is None else self.valid & among
+        low = torch.full((self.num_groups,), -torch.inf, dtype=torch.float64, device=x.device)
+        return low.scatter_reduce(0, self.index, torch.where(members, x.double(), -torch.inf), "amax")
+
+    def min(self, x: Tensor, among: Tensor | None = None) -> Tensor:
+        """[num_groups] smallest x over the valid members (and `among`); +inf without any."""
+        return -self.max(-x, among)
+
+    def count(self) -> Tensor:
+        """[num_groups] number of valid members, float64."""
+        return self.sum(torch.ones_like(self.rewards))
+
+    def mean(self, weights: Tensor | None = None) -> Tensor:
+        """[num_groups] (weighted) mean reward, exactly the common value of a constant group; 0 if empty."""
+        weights = torch.ones_like(self.rewards) if weights is None else weights.double()
+        total = self.sum(weights)
+        mean = self.sum(weights * self.rewards) / total.clamp(min=torch.finfo(torch.float64).tiny)
+        inside = mean.clamp(self.min(self.rewards, weights > 0), self.max(self.rewards, weights > 0))
+        return torch.where(total > 0, inside, 0.0)
+
+    def centred(self, singleton: str = "zero") -> Tensor:
+        """[N] reward minus group mean; exactly 0 in a constant group.
+
+        A lone valid member has no baseline: 0, or its reward with singleton = "raw".
+        """
+        centred = self.rewards - self.mean()[self.index]
+        if singleton == "raw":
+            centred = torch.where(self.count()[self.index] == 1, self.rewards, centred)
+        return torch.where(self.valid, centred, 0.0)
+
+    def std(self) -> Tensor:
+        """[num_groups] sample standard deviation (n - 1); 0 with fewer than two valid members."""
+        squares = self.sum((self.rewards - self.mean()[self.index]).square())
+        return (squares / (self.count() - 1).clamp(min=1)).sqrt()
+
+
+@dataclass(frozen=True)
+class Trajectories:
+    """Which rows belong to one trajectory; without ids every row is its own.
+
+    index: [B] int64 trajectory of each row. first: [N] a row of each trajectory.
+    """
+
+    index: Tensor
+    first: Tensor
+
+    @classmethod
+    def of(cls, rows: Tensor, trajectory_ids: Tensor | None) -> "Trajectories":
+        """Number the trajectories; `rows` is any [B] tensor, for the row count and device."""
+        order = torch.arange(rows.shape[0], device=rows.device)
+        if trajectory_ids is None:
+            return cls(order, order)
+        unique, index = torch.unique(trajectory_ids, return_inverse=True)
+        first = torch.full((unique.numel(),), rows.shape[0], dtype=torch.int64, device=rows.device)
+        return cls(index, first.scatter_reduce(0, index, order, "amin"))
+
+    def same(self, name: str, x: Tensor) -> Tensor:
+        """[N] the value all rows of a trajectory share.
+
+        Raises BatchError when rows of one trajectory differ.
+        """
+        shared = x[self.first]
+        back = shared[self.index]
+        equal = (back == x) | (back.isnan() & x.isnan()) if x.is_floating_point() else back == x
+        if not bool(equal.all()):
+            row = int((~equal).nonzero()[0])
+            raise BatchError(
+                f"rows of one trajectory must share {name!r}; row {row} has {x[row].item()}, "
+                f"an earlier row of its trajectory has {back[row].item()}."
+            )
+        return shared
+
+    def total(self, x: Tensor) -> Tensor:
+        """[N] sum over the rows of each trajectory, float64; NaN if any row is."""
+        zero = torch.zeros(self.first.numel(), dtype=torch.float64, device=x.device)
+        return zero.index_add(0, self.index, x.double())
+
+
+def std_of(values: Tensor) -> Tensor:
+    """Sample standard deviation of a 1-d float64 tensor: two passes, 0 with fewer than two values."""
+    if values.numel() < 2:
+        return values.new_zeros(())
+    mean = values.mean().clamp(values.min(), values.max())
+    return ((values - mean).square().sum() / (values.numel() - 1)).sqrt()
+
+
+def exact_standardize(values: Tensor, valid: Tensor, eps: float) -> Tensor:
+    """(x - mean) / (std + eps) over valid entries of a 1-d float64 tensor; 0 when constant or invalid."""
+    chosen = values[valid]
+    if chosen.numel() < 2:
+        return torch.zeros_like(values)
+    mean = chosen.mean().clamp(chosen.min(), chosen.max())
+    return torch.where(valid, (values - mean) / (std_of(chosen) + eps), 0.0)

@@ -1,0 +1,204 @@
+"""Per-token policy losses: the table POLICY_LOSSES and the members of the clipped and plain gradient family.
+
+A loss is row-local: it never looks across rows, so a mini-batch may be cut anywhere between rows. What needs
+the whole mini-batch (a quota, a threshold) is computed by the entry's `prepare` and passed as a column.
+A loss function returns L [B, R]; the loss of the mini-batch is sum(c * L) with c from AGGREGATIONS.
+
+`policy_loss` is the call a worker makes: it adds the correction weights and the metrics.
+"""
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+from hybridrl.algorithms.columns import check_tokens
+from hybridrl.algorithms.masked import at_least_float32, exp_clamped, select
+from hybridrl.algorithms.partials import Mean
+from hybridrl.algorithms.tables import Table, option
+from hybridrl.errors import ConfigError
+
+POLICY_LOSSES = Table("policy loss")
+
+
+class PolicyLoss(NamedTuple):
+    """What a policy loss returns."""
+
+    loss: Tensor
+    """[B, R], to be minimised; zero where mask is false."""
+    metrics: dict[str, Mean]
+    """Name -> (sum, count), to be added over pieces before dividing."""
+
+
+class Tokens(NamedTuple):
+    """Sanitized inputs of a loss: safe numbers everywhere, neutral where `usable` is false."""
+
+    log_probs: Tensor
+    log_ratio: Tensor
+    advantages: Tensor
+    usable: Tensor
+
+
+def clean(log_probs: Tensor, old_log_probs: Tensor, advantages: Tensor, mask: Tensor) -> Tokens:
+    """Check shapes, go to at least float32, and replace masked and non-finite tokens by zeros.
+
+    A non-finite trainable token gets no loss and no gradient and stays in the denominators; `usable` tells.
+    """
+    check_tokens(mask, log_probs=log_probs, old_log_probs=old_log_probs, advantages=advantages)
+    new, old = at_least_float32(log_probs), at_least_float32(old_log_probs.detach())
+    score = at_least_float32(advantages.detach())
+    difference = new - old
+    usable = mask & (difference.detach() + score).isfinite()
+    zero = difference.new_zeros(())
+    return Tokens(
+        torch.where(usable, new, zero),
+        torch.where(usable, difference, zero),
+        torch.where(usable, score, score.new_zeros(())),
+        usable,
+    )
+
+
+def fraction(flags: Tensor, mask: Tensor) -> Mean:
+    """Share of trainable tokens where `flags` is true."""
+    return Mean((flags & mask).sum(), mask.sum())
+
+
+def masked_loss(loss: Tensor, tokens: Tokens, mask: Tensor, **metrics: Mean) -> PolicyLoss:
+    """Zero the unusable tokens and report their share with the other metrics."""
+    nonfinite = Mean(mask.sum() - tokens.usable.sum(), mask.sum())
+    return PolicyLoss(select(loss, tokens.usable), {**metrics, "nonfinite_frac": nonfinite})
+
+
+@dataclass(kw_only=True)
+class PpoClipOptions:
+    clip_low: float = option(0.2, ge=0)
+    """Ratios below 1 - clip_low get no gradient where the advantage is negative."""
+    clip_high: float = option(0.2, ge=0)
+    """Ratios above 1 + clip_high get no gradient where the advantage is positive (0.28 in DAPO)."""
+    dual_clip: float | None = None
+    """Upper bound on the ratio where the advantage is negative; above 1 + clip_high. Null: no bound."""
+
+    def validate(self) -> None:
+        check_dual_clip(self.dual_clip, self.clip_high)
+
+
+def check_dual_clip(dual_clip: float | None, clip_high: float) -> None:
+    """Raise ConfigError unless dual_clip is None or above 1 + clip_high."""
+    if dual_clip is not None and dual_clip <= 1 + clip_high:
+        raise ConfigError(
+            f"dual_clip must be above 1 + clip_high = {1 + clip_high:g} or null, got {dual_clip}."
+        )
+
+
+@POLICY_LOSSES.register("ppo_clip", options=PpoClipOptions, aggregation="token-mean", traits=("anchored",))
+def ppo_clip(
+    log_probs: Tensor,
+    old_log_probs: Tensor,
+    advantages: Tensor,
+    mask: Tensor,
+    *,
+    clip_low: float = PpoClipOptions.clip_low,
+    clip_high: float = PpoClipOptions.clip_high,
+    dual_clip: float | None = None,
+) -> PolicyLoss:
+    """Clipped surrogate: L = max(-A rho, -A clip(rho, 1 - clip_low, 1 + clip_high)).
+
+    rho = exp(log_probs - old_log_probs). With dual_clip = c, L <- min(L, -c A) where A < 0 (arXiv:1912.09729).
+
+    Args:
+        log_probs: [B, R] float, carries gradient. old_log_probs, advantages: [B, R] float. mask: [B, R] bool.
+    Returns:
+        PolicyLoss with metrics clipfrac_low, clipfrac_high, clipfrac, clipfrac_dual.
+    Raises:
+        ConfigError: dual_clip is not above 1 + clip_high. BatchError: shapes or dtypes don't fit.
+    Source: PPO, arXiv:1707.06347; separate bounds from DAPO, arXiv:2503.14476.
+    """
+    check_dual_clip(dual_clip, clip_high)
+    tokens = clean(log_probs, old_log_probs, advantages, mask)
+    loss, metrics = clipped_surrogate(
+        exp_clamped(tokens.log_ratio), tokens, mask, clip_low, clip_high, dual_clip
+    )
+    return masked_loss(loss, tokens, mask, **metrics)
+
+
+def clipped_surrogate(
+    ratio: Tensor, tokens: Tokens, mask: Tensor, clip_low: float, clip_high: float, dual_clip: float | None
+) -> tuple[Tensor, dict[str, Mean]]:
+    """The maximum of the two branches, written as one ratio bounded on the side that the advantage's sign allows.
+
+    Where A > 0 only the upper bound can bind, where A < 0 only the lower one and the dual bound; a bound that
+    binds has no gradient.
+    """
+    up, down = tokens.advantages > 0, tokens.advantages < 0
+    infinity = ratio.new_full((), torch.inf)
+    ceiling = infinity if dual_clip is None else ratio.new_full((), dual_clip)
+    high = torch.where(up, ratio.new_full((), 1 + clip_high), torch.where(down, ceiling, infinity))
+    low = torch.where(down, ratio.new_full((), 1 - clip_low), -infinity)
+    value = ratio.detach()
+    over, under = value > high, value < low
+    metrics = {
+        "clipfrac_low": fraction(under, mask),
+        "clipfrac_high": fraction(over & up, mask),
+        "clipfrac": fraction(under | (over & up), mask),
+    }
+    if dual_clip is not None:
+        metrics["clipfrac_dual"] = fraction(over & down, mask)
+    return -tokens.advantages * ratio.clamp(low, high), metrics
+
+
+@POLICY_LOSSES.register("reinforce", aggregation="seq-mean-token-sum")
+@POLICY_LOSSES.register("gpg", aggregation="token-mean")
+def policy_gradient(log_probs: Tensor, advantages: Tensor, mask: Tensor) -> PolicyLoss:
+    """Plain policy gradient: L = -A * log_probs. Only its gradient means anything.
+
+    Args:
+        log_probs: [B, R] float, carries gradient. advantages: [B, R] float. mask: [B, R] bool.
+    Returns:
+        PolicyLoss.
+    Raises:
+        BatchError: shapes or dtypes don't fit.
+    Source: Williams 1992; GPG, arXiv:2504.02546.
+    """
+    tokens = clean(log_probs, torch.zeros_like(log_probs), advantages, mask)
+    return masked_loss(-tokens.advantages * tokens.log_probs, tokens, mask)
+
+
+def policy_loss(
+    name: str, columns: Mapping[str, Any], options: Any = None, *, anchor: str = "old"
+) -> PolicyLoss:
+    """Per-token loss of `name` on a piece of a mini-batch, times `correction_weights` when that column exists.
+
+    Args:
+        columns: log_probs (carries gradient), old_log_probs, advantages, mask, and what the loss or its
+            `prepare` named; correction_weights [B, R] float is the weight times the keep mask.
+        anchor: "old" measures ratios from old_log_probs, "rollout" from rollout_log_probs (two-policy form).
+    Returns:
+        PolicyLoss; the loss of the piece is `aggregate(loss, loss_weights, mask)`.
+    Raises:
+        ConfigError: unknown name, option or anchor, or a rollout anchor together with correction weights.
+        BatchError: a column is missing or has the wrong shape or dtype.
+    """
+    columns = anchored(columns, anchor)
+    result = POLICY_LOSSES.call(name, options, columns)
+    weights = columns.get("correction_weights")
+    if weights is None or "correction_weights" in POLICY_LOSSES[name].columns:
+        return result
+    check_tokens(columns["mask"], correction_weights=weights)
+    kept = select(weights.detach(), columns["mask"])
+    return PolicyLoss(result.loss * kept, result.metrics)
+
+
+def anchored(columns: Mapping[str, Any], anchor: str) -> Mapping[str, Any]:
+    """Columns with old_log_probs replaced by rollout_log_probs when the anchor is "rollout"."""
+    if anchor == "old":
+        return columns
+    if anchor != "rollout":
+        raise ConfigError(f"anchor must be one of old, rollout, got {anchor!r}.")
+    if columns.get("correction_weights") is not None:
+        raise ConfigError(
+            "anchor 'rollout' already corrects for the behaviour policy; got correction_weights as well, which "
+            "would count the correction twice. Use anchor 'old' or no correction."
+        )
+    return {**columns, "old_log_probs": columns.get("rollout_log_probs")}

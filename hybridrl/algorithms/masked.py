@@ -1,0 +1,111 @@
+"""Masked arithmetic on [B, R] tensors: select, log-ratio, row means, whitening.
+
+Masked positions may hold NaN or infinity, so values are always selected, never multiplied by the mask.
+"""
+
+import torch
+from torch import Tensor
+
+LOG_RATIO_LIMIT = 20.0
+"""Log-ratios are clamped to +/- this before exponentiation; no gradient beyond it."""
+
+
+def at_least_float32(x: Tensor) -> Tensor:
+    """x in float32, or float64 if it already is."""
+    return x if x.dtype in (torch.float32, torch.float64) else x.float()
+
+
+def select(x: Tensor, mask: Tensor) -> Tensor:
+    """x where mask is true, 0 elsewhere, in at least float32; masked values get zero gradient."""
+    x = at_least_float32(x)
+    return torch.where(mask, x, x.new_zeros(()))
+
+
+def log_ratio(numerator: Tensor, denominator: Tensor, mask: Tensor) -> Tensor:
+    """numerator - denominator on trainable tokens, 0 elsewhere and where the difference is not finite.
+
+    A token of probability 0 belongs to a row that should have been rejected (`reject_nonfinite`); here it is
+    neutral and without gradient, so that inf - inf never reaches a loss. Not clamped.
+    """
+    difference = at_least_float32(numerator) - at_least_float32(denominator)
+    return torch.where(mask & difference.detach().isfinite(), difference, difference.new_zeros(()))
+
+
+def exp_clamped(log_ratios: Tensor) -> Tensor:
+    """exp(clamp(x, -20, 20)); zero gradient where the clamp acts."""
+    return log_ratios.clamp(-LOG_RATIO_LIMIT, LOG_RATIO_LIMIT).exp()
+
+
+def reject_nonfinite(mask: Tensor, *log_probs: Tensor) -> tuple[Tensor, Tensor]:
+    """Clear the mask of rows that have a non-finite log-probability on a trainable token.
+
+    Args:
+        mask: [B, R] bool.
+        log_probs: any number of [B, R] tensors.
+    Returns:
+        the new mask [B, R] bool, and the number of rows rejected (0-d int64) for the log.
+    """
+    bad = torch.zeros_like(mask)
+    for values in log_probs:
+        bad = bad | (mask & ~values.isfinite())
+    rows = bad.any(dim=1)
+    return mask & ~rows[:, None], rows.sum()
+
+
+def row_mean(x: Tensor, mask: Tensor) -> Tensor:
+    """[B] mean over trainable tokens, summed in float64; 0 for a row without any."""
+    count = mask.sum(dim=1)
+    total = select(x, mask).sum(dim=1, dtype=torch.float64)
+    return total / count.clamp(min=1)
+
+
+def last_trainable(mask: Tensor) -> Tensor:
+    """[B] column of the last trainable token; -1 for a row without any."""
+    return _position(mask, last=True)
+
+
+def first_trainable(mask: Tensor) -> Tensor:
+    """[B] column of the first trainable token; -1 for a row without any."""
+    return _position(mask, last=False)
+
+
+def _position(mask: Tensor, *, last: bool) -> Tensor:
+    if mask.shape[1] == 0:
+        return mask.new_full((mask.shape[0],), -1, dtype=torch.int64)
+    flags = (mask.flip(1) if last else mask).to(torch.uint8)
+    found = flags.argmax(dim=1)
+    found = mask.shape[1] - 1 - found if last else found
+    return torch.where(mask.any(dim=1), found, -1)
+
+
+def exact_mean(x: Tensor, weights: Tensor | None = None) -> Tensor:
+    """Mean of a 1-d float64 tensor, kept inside [min, max] so that equal values have exactly their value."""
+    if weights is not None:
+        x, weights = x[weights > 0], weights[weights > 0]
+    if x.numel() == 0:
+        return x.new_zeros(())
+    mean = x.mean() if weights is None else (x * weights).sum() / weights.sum()
+    return mean.clamp(x.min(), x.max())
+
+
+def whiten(x: Tensor, mask: Tensor, *, shift_mean: bool = True) -> Tensor:
+    """Standardize over all trainable tokens: (x - mean) / sqrt(var + 1e-8).
+
+    var divides by N - 1 and both passes run in float64. Constant values, or fewer than two tokens, give 0.
+    With shift_mean false the mean is added back.
+
+    Args:
+        x: [B, R] float.
+        mask: [B, R] bool, tokens that count; on a controller this is the whole batch over all ranks.
+    Returns:
+        [B, R] float64, zero where mask is false.
+    """
+    values = x[mask].double()
+    mean = exact_mean(values)
+    centred = values - mean
+    count = values.numel()
+    variance = centred.square().sum() / (count - 1) if count > 1 else values.new_zeros(())
+    white = centred / (variance + 1e-8).sqrt()
+    if not shift_mean:
+        white = white + mean
+    return torch.zeros_like(x, dtype=torch.float64).masked_scatter(mask, white)
