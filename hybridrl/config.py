@@ -1,11 +1,12 @@
-"""Every option, its checks, and how a command line becomes one typed object.
+"""Every option and its checks.
 
-Options are dataclasses; defaults live here only. `load` composes a recipe's YAML with Hydra overrides, turns
-the result into plain dataclasses and runs every `validate()`, so a wrong option fails before anything starts.
-The docstring beneath a field is its documentation: docs/configuration.md is made from these.
+Options are dataclasses; defaults live here only. `hybridrl.config_loading` makes one of them from a recipe's
+YAML and a command line and runs every `validate()`, so a wrong option fails before anything starts. The
+docstring beneath a field is its documentation: docs/configuration.md is made from these.
 """
 
-from dataclasses import dataclass, field
+import inspect
+from dataclasses import dataclass, field, fields, is_dataclass
 from typing import Any
 
 from hybridrl.errors import ConfigError, unknown
@@ -21,6 +22,22 @@ def check_choice(key: str, value: str, choices: tuple[str, ...]) -> None:
     """Raise ConfigError with near matches unless `value` is one of `choices`."""
     if value not in choices:
         raise ConfigError(f"{key}: " + unknown("choice", value, choices))
+
+
+def validate_all(config: Any, key: str = "") -> None:
+    """Run every `validate` of a config and the configs in it, inner ones first.
+
+    A `validate` that takes an argument gets the dotted key of its config. Raises ConfigError.
+    """
+    for name in (f.name for f in fields(config)):
+        value, inner = getattr(config, name), f"{key}.{name}" if key else name
+        nodes = {f"{inner}[{i}]": item for i, item in enumerate(value)} if isinstance(value, list) else {inner: value}
+        for node_key, node in nodes.items():
+            if is_dataclass(node):
+                validate_all(node, node_key)
+    if hasattr(config, "validate"):
+        takes_key = inspect.signature(config.validate).parameters
+        config.validate(*([key] if takes_key else []))
 
 
 @dataclass(kw_only=True, slots=True)
@@ -183,6 +200,8 @@ class DataConfig:
     """Field that holds the prompt: a text, or a list of chat messages."""
     answer_field: str = "answer"
     """Field that holds the reference answer; rows may leave it out when empty."""
+    response_field: str = "response"
+    """Field that holds the response to learn (SFT); not needed by chat messages that end with the assistant's turn."""
     system_prompt: str = ""
     """System message put before a text prompt when a chat template is used."""
     chat_template: bool = True
@@ -195,6 +214,9 @@ class DataConfig:
     def validate(self, key: str = "data") -> None:
         check_choice(f"{key}.source", self.source, ("jsonl", "parquet", "dataset", "reasoning_gym"))
         check_choice(f"{key}.bad_rows", self.bad_rows, ("error", "skip"))
+        check(bool(self.prompt_field), f"{key}.prompt_field", self.prompt_field, "a field name")
+        check(self.chat_template or not self.system_prompt, f"{key}.system_prompt", self.system_prompt,
+              "empty with chat_template=false")
         if self.source == "reasoning_gym":
             check(bool(self.task), f"{key}.task", self.task, "a reasoning-gym task with source=reasoning_gym")
             check(self.task_size >= 1, f"{key}.task_size", self.task_size, "at least 1")
@@ -302,3 +324,125 @@ class TrainerConfig:
             check(getattr(self, name) >= 1, f"trainer.{name}", getattr(self, name), "at least 1")
         for tracker in self.trackers:
             check_choice("trainer.trackers", tracker, ("tensorboard", "wandb", "mlflow"))
+
+
+@dataclass(kw_only=True, slots=True)
+class EvalDataConfig(DataConfig):
+    """Held-out problems. Evaluation is off while neither `path` nor `task` is given."""
+
+    shuffle: bool = False
+    """Draw problems in a seeded order; off takes them as they come."""
+
+    @property
+    def enabled(self) -> bool:
+        """Whether there is anything to evaluate on."""
+        return bool(self.path or self.task or self.source == "reasoning_gym")
+
+    def validate(self, key: str = "eval_data") -> None:
+        if self.enabled:
+            DataConfig.validate(self, key)
+
+
+@dataclass(kw_only=True, slots=True)
+class GRPOConfig:
+    """Reinforcement learning with several responses to each prompt: GRPO, Dr. GRPO, RLOO, REINFORCE."""
+
+    seed: int = 0
+    """Seed of prompts, sampling and initial values; two runs with one seed give the same metrics."""
+    policy: PolicyConfig = field(default_factory=PolicyConfig)
+    """The model that is trained, its training engine, its rollout engine and the sync between them."""
+    data: DataConfig = field(default_factory=DataConfig)
+    """Prompts to train on."""
+    eval_data: EvalDataConfig = field(default_factory=EvalDataConfig)
+    """Held-out problems; evaluation is off while neither `path` nor `task` is given."""
+    reward: RewardConfig = field(default_factory=RewardConfig)
+    """How responses are scored."""
+    algorithm: AlgorithmConfig = field(default_factory=AlgorithmConfig)
+    """From rewards to a loss."""
+    cluster: ClusterConfig = field(default_factory=ClusterConfig)
+    """Where workers run."""
+    trainer: TrainerConfig = field(default_factory=TrainerConfig)
+    """Steps, run folder, evaluation, checkpoints, trackers."""
+
+    def validate(self) -> None:
+        ranks, shared = self.cluster.ranks, self.policy.rollout.tensor_parallel
+        check(ranks % shared == 0, "cluster.ranks", ranks, f"a multiple of policy.rollout.tensor_parallel={shared}")
+        prompts = self.trainer.prompts_per_step
+        check(self.algorithm.mini_batches <= prompts, "algorithm.mini_batches", self.algorithm.mini_batches,
+              f"at most trainer.prompts_per_step={prompts}")
+        check(self.eval_data.enabled or not self.trainer.eval_every, "trainer.eval_every", self.trainer.eval_every,
+              "0 while eval_data names no problems (set eval_data.path or eval_data.task)")
+
+
+@dataclass(kw_only=True, slots=True)
+class SFTPolicyConfig:
+    model: ModelConfig = field(default_factory=ModelConfig)
+    """The model to start from."""
+    training: TrainingConfig = field(default_factory=TrainingConfig)
+    """Optimizer and batching."""
+
+
+@dataclass(kw_only=True, slots=True)
+class SFTConfig:
+    """Supervised fine-tuning on prompts with reference answers."""
+
+    seed: int = 0
+    """Seed of the data order and of initial values."""
+    policy: SFTPolicyConfig = field(default_factory=SFTPolicyConfig)
+    """The model that is trained and its training engine."""
+    data: DataConfig = field(default_factory=DataConfig)
+    """Prompts with answers to train on."""
+    max_tokens: int = 1024
+    """Longest prompt plus answer; longer rows are left out and counted."""
+    cluster: ClusterConfig = field(default_factory=ClusterConfig)
+    """Where workers run."""
+    trainer: TrainerConfig = field(default_factory=TrainerConfig)
+    """Steps, run folder, checkpoints, trackers."""
+
+    def validate(self) -> None:
+        check(self.max_tokens >= 2, "max_tokens", self.max_tokens, "at least 2")
+
+
+@dataclass(kw_only=True, slots=True)
+class EvaluatedPolicyConfig:
+    model: ModelConfig = field(default_factory=ModelConfig)
+    """The model to evaluate."""
+    rollout: RolloutConfig = field(default_factory=RolloutConfig)
+    """Sampling."""
+
+
+@dataclass(kw_only=True, slots=True)
+class EvaluateConfig:
+    """Score a model on problems: pass@1, avg@k, pass@k, maj@k."""
+
+    seed: int = 0
+    """Seed of sampling."""
+    policy: EvaluatedPolicyConfig = field(default_factory=EvaluatedPolicyConfig)
+    """The model and how it samples."""
+    data: EvalDataConfig = field(default_factory=EvalDataConfig)
+    """The problems."""
+    reward: RewardConfig = field(default_factory=RewardConfig)
+    """How responses are scored."""
+    cluster: ClusterConfig = field(default_factory=ClusterConfig)
+    """Where workers run."""
+    max_prompts: int = 0
+    """Problems taken, from the first; 0 takes all."""
+    samples_per_prompt: int = 1
+    """Responses per problem."""
+    k: list[int] = field(default_factory=lambda: [1])
+    """The k of avg@k, pass@k and maj@k."""
+    output: str = ""
+    """JSONL file for the scored responses; empty writes none."""
+
+    def validate(self) -> None:
+        ranks, shared = self.cluster.ranks, self.policy.rollout.tensor_parallel
+        check(ranks % shared == 0, "cluster.ranks", ranks, f"a multiple of policy.rollout.tensor_parallel={shared}")
+        check(self.data.enabled, "data.path", self.data.path, "a path, or give data.source=reasoning_gym and data.task")
+        check(self.max_prompts >= 0, "max_prompts", self.max_prompts, "at least 0")
+        check(self.samples_per_prompt >= 1, "samples_per_prompt", self.samples_per_prompt, "at least 1")
+        for k in self.k:
+            check(1 <= k <= self.samples_per_prompt, "k", self.k, f"from 1 to samples_per_prompt={self.samples_per_prompt}")
+
+
+RECIPES: dict[str, type] = {"grpo": GRPOConfig, "sft": SFTConfig, "evaluate": EvaluateConfig}
+"""The options of each recipe, for the reference page and the tests; `load` takes any config class."""
