@@ -6,6 +6,7 @@ HybridRLError
 ├── ModelError           a model folder, tokenizer or checkpoint of one   (also ValueError)
 ├── BatchError           a batch that breaks the field table              (also ValueError)
 ├── PhaseError           a policy method called in the wrong phase        (also RuntimeError)
+├── TrainingError        an update that can't go on                       (also ArithmeticError)
 ├── SyncError            weights that did not arrive, or arrived changed  (also RuntimeError)
 ├── CheckpointError      a checkpoint that can't be written or read       (also RuntimeError)
 ├── DeadlineError        a wait that ran out                              (also TimeoutError)
@@ -38,6 +39,10 @@ class BatchError(HybridRLError, ValueError):
 
 class PhaseError(HybridRLError, RuntimeError):
     """A policy method called in a phase or at a weight version it can't work in."""
+
+
+class TrainingError(HybridRLError, ArithmeticError):
+    """An update that can't go on, for instance after repeated non-finite gradients."""
 
 
 class SyncError(HybridRLError, RuntimeError):
