@@ -1,0 +1,155 @@
+"""Devices: Ray, started here or joined, or `local`; `pool` reserves them and starts one host process on each."""
+
+import atexit
+import os
+import shutil
+import sys
+import tempfile
+from pathlib import Path
+from types import TracebackType
+from typing import Any
+
+import torch
+
+from hybridrl.config import ClusterConfig
+from hybridrl.controller.local import LocalPool
+from hybridrl.errors import ConfigError
+
+WORKER_ENV = {
+    # Nothing phones home or fetches.
+    "VLLM_NO_USAGE_STATS": "1", "DO_NOT_TRACK": "1", "RAY_USAGE_STATS_ENABLED": "0",
+    "HF_HUB_OFFLINE": "1", "TRANSFORMERS_OFFLINE": "1",
+    # The engine runs in the worker's process, and engines don't pin each other's cores.
+    "VLLM_ENABLE_V1_MULTIPROCESSING": "0", "VLLM_CPU_OMP_THREADS_BIND": "nobind",
+    "TOKENIZERS_PARALLELISM": "false",
+}
+
+
+class Cluster:
+    """Where worker groups run. A context manager: leaving it ends every process that it started.
+
+    Args:
+        cfg: see `ClusterConfig`.
+        log_dir: folder for what workers print, one file a process; None leaves it in Ray's own logs.
+    Raises:
+        ConfigError: more ranks than devices, or no cluster at the address.
+    """
+
+    def __init__(self, cfg: ClusterConfig, log_dir: Path | None = None):
+        cfg.validate()
+        self.cfg, self.log_dir = cfg, log_dir.absolute() if log_dir else None
+        self._pools: list[Any] = []
+        self._temp_dir: str | None = None
+        self._started = self._open = False
+        if cfg.backend == "local":
+            os.environ.update(WORKER_ENV)
+        else:
+            self._connect()
+        self._open = True
+        atexit.register(self.close)
+
+    def pool(self, ranks: int | None = None) -> Any:
+        """Reserve `ranks` devices (default `cluster.ranks`) and start a host process on each, without waiting."""
+        ranks = self.cfg.ranks if ranks is None else ranks
+        if self.cfg.backend == "local":
+            if ranks != 1:
+                raise ConfigError(f"cluster.backend=local runs 1 rank, got {ranks}.")
+            pool: Any = LocalPool(self.cfg)
+        else:
+            import ray
+
+            from hybridrl.controller.ray_pool import RayPool
+
+            resources = ray.cluster_resources()
+            gpus, cores = int(resources.get("GPU", 0)), int(resources.get("CPU", 0))
+            check_ranks(ranks, gpus, cores)
+            pool = RayPool(self.cfg, ranks, gpus > 0, self.log_dir, f"pool{len(self._pools)}")
+        self._pools.append(pool)
+        return pool
+
+    def close(self) -> None:
+        """End the pools, and Ray when this cluster started it."""
+        if not self._open:
+            return
+        self._open = False
+        atexit.unregister(self.close)
+        for pool in reversed(self._pools):
+            pool.close()
+        if self._started:
+            import ray
+
+            ray.shutdown()
+        if self._temp_dir:
+            shutil.rmtree(self._temp_dir, ignore_errors=True)
+
+    def __enter__(self) -> "Cluster":
+        return self
+
+    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, tb: TracebackType | None) -> None:
+        self.close()
+
+    def _connect(self) -> None:
+        """Start Ray, join it, or use what this process has joined already."""
+        os.environ["RAY_USAGE_STATS_ENABLED"] = "0"
+        if not self.cfg.address:
+            check_ranks(self.cfg.ranks, torch.cuda.device_count(), cpu_cores())
+        import ray
+
+        from hybridrl.controller.ray_pool import register_batches
+
+        if not ray.is_initialized():
+            self._started = True
+            if self.cfg.address:
+                self._join(ray)
+            else:
+                self._temp_dir = start_ray(cpu_cores())
+        register_batches()
+
+    def _join(self, ray: Any) -> None:
+        try:
+            ray.init(address=self.cfg.address, log_to_driver=False, logging_level="ERROR",
+                     runtime_env={"env_vars": WORKER_ENV})
+        except (ConnectionError, ValueError, RuntimeError) as error:
+            reason = str(error).splitlines()[0]
+            raise ConfigError(f"cluster.address {self.cfg.address!r}: no Ray cluster to join there ({reason})") from error
+
+
+def check_ranks(ranks: int, gpus: int, cores: int) -> None:
+    """Raise ConfigError when there are more ranks than devices: GPUs when there are any, else CPU cores."""
+    devices, kind = (gpus, "GPUs") if gpus else (cores, "CPU cores (no GPU)")
+    if ranks < 1 or ranks > devices:
+        raise ConfigError(f"cluster.ranks must be between 1 and the {devices} {kind} of this cluster, got {ranks}.")
+
+
+def cpu_cores() -> int:
+    """Cores that this process may use."""
+    return len(os.sched_getaffinity(0))
+
+
+def start_ray(num_cpus: int) -> str:
+    """Start Ray on this machine for this process; returns its temporary folder, to be removed after `ray.shutdown`.
+
+    Workers inherit the environment of this moment, which starts them faster than Ray's runtime environments.
+    """
+    import ray
+
+    memory = os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
+    temp_dir = tempfile.mkdtemp(prefix="hybridrl-")
+    before = dict(os.environ)
+    os.environ.update(WORKER_ENV | preloaded())
+    try:
+        ray.init(address="local", num_cpus=num_cpus, include_dashboard=False, log_to_driver=False,
+                 logging_level="ERROR", object_store_memory=min(1 << 30, memory // 10), _temp_dir=temp_dir)
+    finally:
+        for name in os.environ.keys() - before.keys():
+            del os.environ[name]
+        os.environ.update(before)
+    return temp_dir
+
+
+def preloaded() -> dict[str, str]:
+    """LD_PRELOAD for worker processes: libraries of this Python environment that make CPU engines faster."""
+    found = [str(path) for name in ("libiomp5.so", "libtcmalloc_minimal.so.4")
+             if (path := Path(sys.prefix) / "lib" / name).exists()]
+    preset = os.environ.get("LD_PRELOAD", "")
+    return {"LD_PRELOAD": ":".join([*found, *([preset] if preset else [])])} if found else {}

@@ -1,0 +1,79 @@
+"""The `local` backend: one worker per role inside the controller's process, no Ray; a breakpoint just works."""
+
+from typing import Any
+
+import torch
+from tensordict import TensorDict
+
+from hybridrl.config import ClusterConfig
+from hybridrl.controller.call import Call, Future, stopped_error, worker_error
+from hybridrl.controller.host import Failure, Host
+from hybridrl.errors import HybridRLError
+from hybridrl.workers.base import Worker, WorkerContext
+
+
+class LocalFuture(Future):
+    """A finished call: `local` runs a call when it is made."""
+
+    def __init__(self, value: Any, error: HybridRLError | None):
+        self._value, self._error = value, error
+
+    def result(self, timeout_s: float | None = None) -> Any:
+        if self._error is not None:
+            raise self._error
+        return self._value
+
+    def done(self) -> bool:
+        return True
+
+
+class LocalPool:
+    """One device, one process: the controller's."""
+
+    def __init__(self, cfg: ClusterConfig):
+        self.ranks, self.call_timeout_s = 1, cfg.call_timeout_s
+        self.failure: HybridRLError | None = None
+        device = torch.device("cuda", 0) if torch.cuda.is_available() else torch.device("cpu")
+        self._host = Host(WorkerContext(0, 1, device, ""), torch.get_num_threads(), cfg.call_timeout_s)
+        self._host.join(self._host.listen("127.0.0.1"), cfg.start_timeout_s)
+
+    def build(self, role: str, worker_cls: type[Worker], args: tuple, kwargs: dict, axes: list[str]) -> dict[str, int]:
+        """Build the worker of a role; returns its `peers` of each axis."""
+        self._check()
+        try:
+            return self._host.build(role, worker_cls, args, kwargs, axes)
+        except Failure as failure:
+            raise self._record(failure) from failure.__cause__
+
+    def submit(self, call: Call) -> LocalFuture:
+        """Run a call; an error is raised by the future."""
+        self._check()
+        try:
+            args = tuple(map(_plain, call.args))
+            kwargs = {name: _plain(value) for name, value in call.kwargs.items()}
+            value = self._host.call(call.role, call.method, call.step, args, kwargs, "value")
+        except Failure as failure:
+            return LocalFuture(None, self._record(failure))
+        return LocalFuture([value] if call.dispatch.split == "all" else value, None)
+
+    def close(self) -> None:
+        """Close the workers."""
+        self.failure = self.failure or HybridRLError("it was closed.")
+        self._host.close()
+
+    def _check(self) -> None:
+        if self.failure is not None:
+            raise stopped_error(self.failure)
+
+    def _record(self, failure: Failure) -> HybridRLError:
+        error = worker_error(failure)
+        if not failure.harmless:
+            self.failure = error
+        return error
+
+
+def _plain(value: Any) -> Any:
+    """The argument a worker sees: futures by value, batches as shallow copies so that new columns stay its own."""
+    if isinstance(value, Future):
+        value = value.result()
+    return value.copy() if isinstance(value, TensorDict) else value

@@ -1,0 +1,271 @@
+"""The `ray` backend: one actor per rank on a placement group; references, not data, pass through here."""
+
+import time
+from pathlib import Path
+from typing import Any
+
+import ray
+import torch
+from ray.exceptions import GetTimeoutError, RayActorError, RayError, RayTaskError
+from ray.util.placement_group import placement_group, placement_group_table, remove_placement_group
+from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
+from tensordict import TensorDict
+
+from hybridrl.batch import num_rows
+from hybridrl.config import ClusterConfig
+from hybridrl.controller.call import Call, Future, stopped_error, worker_error
+from hybridrl.controller.host import Failure, Host, Part, Rows, Values
+from hybridrl.controller.wire import Wire, pack, unpack, unpack_whole
+from hybridrl.dispatch import Dispatch, join_rows, row_range
+from hybridrl.errors import BatchError, DeadlineError, HybridRLError
+from hybridrl.workers.base import Worker, WorkerContext
+
+# After the first failure the other ranks get this long to report theirs, so that the first cause is named.
+_GRACE_S = 3.0
+# Pools are bound to devices, not to CPU shares: any number of pools fits a small machine.
+_CPUS_PER_RANK = 0.01
+
+
+class RayHost(Host):
+    """A host in an actor: Ray decides its GPU, batches inside other objects travel packed."""
+
+    def __init__(self, rank: int, world_size: int, local_rank: int, threads: int, timeout_s: float,
+                 log_file: Path | None):
+        register_batches()
+        device = torch.device("cuda", 0) if ray.get_gpu_ids() else torch.device("cpu")
+        super().__init__(WorkerContext(rank, world_size, device, "", local_rank), threads, timeout_s, log_file)
+
+    def listen_here(self) -> tuple[str, int]:
+        """Rank 0: open the store at this machine's address."""
+        return self.listen(ray.util.get_node_ip_address())
+
+
+def register_batches() -> None:
+    """Make Ray move every batch of this process packed."""
+    ray.util.register_serializer(TensorDict, serializer=pack, deserializer=unpack_whole)
+
+
+class RayFuture(Future):
+    """References to the results of all ranks of a call."""
+
+    def __init__(self, pool: "RayPool", call: Call, ranks: list[int], refs: list[Any], counts: list[Any]):
+        self.call, self.ranks, self.refs, self.counts = call, ranks, refs, counts
+        self._pool, self._started = pool, time.monotonic()
+        self._outcome: tuple[Any, HybridRLError | None] | None = None
+
+    def result(self, timeout_s: float | None = None) -> Any:
+        if self._outcome is None:
+            waited = time.monotonic() - self._started
+            left = max(0.0, self.call.timeout_s - waited)
+            try:
+                values = ray.get(self.refs, timeout=left if timeout_s is None else min(left, timeout_s))
+                self._outcome = self._join(values), None
+            except GetTimeoutError:
+                if timeout_s is not None and timeout_s < left:
+                    raise self._late() from None
+                self._outcome = None, self._pool.stop(self._late())
+            except RayError:
+                self._outcome = None, self._pool.diagnose(self)
+        value, error = self._outcome
+        if error is not None:
+            raise error
+        return value
+
+    def done(self) -> bool:
+        ready, _ = ray.wait(self.refs, num_returns=len(self.refs), timeout=0, fetch_local=False)
+        return len(ready) == len(self.refs)
+
+    def parts(self) -> list[Part]:
+        """The shards' results as parts of another call's rows."""
+        if self.call.dispatch.split != "rows" or self.call.dispatch.join != "rows":
+            raise BatchError(f"{self.call.role}.{self.call.method} does not return rows; its future can't be split.")
+        shards = range(0, len(self.refs), self.call.peers)
+        return [Part(self.refs[i], self.counts[i]) for i in shards]
+
+    def _join(self, values: list[Any]) -> Any:
+        dispatch = self.call.dispatch
+        if dispatch.split == "all":
+            return values
+        values = values[:: self.call.peers]
+        if dispatch.split == "first" or dispatch.join == "first":
+            return unpack_whole(values[0]) if isinstance(values[0], Wire) else values[0]
+        if all(isinstance(value, Wire) for value in values):
+            return unpack([(wire, 0, wire.rows) for wire in values])
+        return join_rows(values)
+
+    def _late(self) -> DeadlineError:
+        ready, running = ray.wait(self.refs, num_returns=len(self.refs), timeout=0, fetch_local=False)
+        ranks = [rank for rank, ref in zip(self.ranks, self.refs, strict=True) if ref in running]
+        waited = time.monotonic() - self._started
+        step = "" if self.call.step is None else f" at step {self.call.step}"
+        return DeadlineError(f"{self.call.role}.{self.call.method}{step} did not end in {waited:.1f} s; "
+                             f"ranks still running: {', '.join(map(str, ranks)) or 'none'}.")
+
+
+class RayPool:
+    """Devices reserved as a placement group, one host process on each."""
+
+    def __init__(self, cfg: ClusterConfig, ranks: int, gpus: bool, log_dir: Path | None, name: str):
+        self.ranks, self.call_timeout_s = ranks, cfg.call_timeout_s
+        self.failure: HybridRLError | None = None
+        self._start_timeout_s, self._gpus = cfg.start_timeout_s, gpus
+        bundle = {"CPU": _CPUS_PER_RANK} | ({"GPU": 1.0} if gpus else {})
+        self._reserved = placement_group([bundle] * ranks, strategy="PACK")
+        if not self._reserved.wait(cfg.start_timeout_s):
+            remove_placement_group(self._reserved)
+            free = {key: value for key, value in ray.available_resources().items() if key in ("CPU", "GPU")}
+            raise DeadlineError(f"{ranks} devices ({bundle} each) were not free within cluster.start_timeout_s="
+                                f"{cfg.start_timeout_s:g} s; free now: {free}.")
+        self._logs = [log_dir / f"{name}-rank{rank}.log" if log_dir else None for rank in range(ranks)]
+        self._actors = self._start_hosts()
+        address = self._actors[0].listen_here.remote()
+        self._joined = [actor.join.remote(address, cfg.start_timeout_s) for actor in self._actors]
+
+    def _start_hosts(self) -> list[Any]:
+        """Actors by rank: ranks of one machine are consecutive."""
+        nodes = placement_group_table(self._reserved)["bundles_to_node_id"]
+        bundles = sorted(range(self.ranks), key=lambda index: (nodes[index], index))
+        on_node = [nodes[index] for index in bundles]
+        cores = {node["NodeID"]: int(node["Resources"].get("CPU", 1)) for node in ray.nodes()}
+        host_cls = ray.remote(num_cpus=0, num_gpus=1 if self._gpus else 0, max_restarts=0)(RayHost)
+        actors = []
+        for rank, (index, node) in enumerate(zip(bundles, on_node, strict=True)):
+            place = PlacementGroupSchedulingStrategy(self._reserved, placement_group_bundle_index=index)
+            threads = max(1, cores.get(node, 1) // on_node.count(node))
+            actors.append(host_cls.options(scheduling_strategy=place).remote(
+                rank, self.ranks, rank - on_node.index(node), threads, self.call_timeout_s, self._logs[rank]))
+        return actors
+
+    def build(self, role: str, worker_cls: type[Worker], args: tuple, kwargs: dict, axes: list[str]) -> dict[str, int]:
+        """Build the worker of a role in every process; returns its `peers` of each axis."""
+        self.check()
+        everywhere = Dispatch("all")
+        start = Call(role, "start of the process", everywhere, 1, None, (), {}, self._start_timeout_s)
+        refs = [actor.build.remote(role, worker_cls, args, kwargs, axes) for actor in self._actors]
+        RayFuture(self, start, list(range(self.ranks)), self._joined, []).result()
+        call = Call(role, "construction", everywhere, 1, None, (), {}, self.call_timeout_s)
+        return RayFuture(self, call, list(range(self.ranks)), refs, []).result()[0]
+
+    def submit(self, call: Call) -> RayFuture:
+        """Start a call on the ranks that it names."""
+        self.check()
+        if call.dispatch.split == "rows":
+            shares = split_arguments(call, self.ranks // call.peers)
+        else:
+            shares = [(tuple(map(whole_argument, call.args)),
+                       {name: whole_argument(value) for name, value in call.kwargs.items()})]
+        ranks = [0] if call.dispatch.split == "first" else list(range(self.ranks))
+        refs, counts = [], []
+        for rank in ranks:
+            args, kwargs = shares[rank // call.peers if len(shares) > 1 else 0]
+            reply, method = "value", self._actors[rank].call
+            if call.dispatch.split == "rows":
+                counted = call.keep and call.dispatch.join == "rows"
+                reply = "none" if rank % call.peers else "counted" if counted else "wire"
+                method = method.options(num_returns=2) if reply == "counted" else method
+            made = method.remote(call.role, call.method, call.step, args, kwargs, reply)
+            refs.append(made[1] if reply == "counted" else made)
+            counts.append(made[0] if reply == "counted" else None)
+        return RayFuture(self, call, ranks, refs, counts)
+
+    def check(self) -> None:
+        """Raise when the pool was stopped or closed."""
+        if self.failure is not None:
+            raise stopped_error(self.failure)
+
+    def diagnose(self, future: RayFuture) -> HybridRLError:
+        """The error of a call that failed: the first cause, not the broken connections that followed it."""
+        waiting = dict(zip(future.refs, future.ranks, strict=True))
+        failures, end = [], time.monotonic() + _GRACE_S
+        while waiting and time.monotonic() < end:
+            ready, _ = ray.wait(list(waiting), timeout=max(0.0, end - time.monotonic()), fetch_local=False)
+            for ref in ready:
+                rank = waiting.pop(ref)
+                try:
+                    ray.get(ref)
+                except RayError as error:
+                    failures.append(self._failure(error, rank, future.call))
+        # A process that died breaks its peers' connections; a rank that raised does not.
+        first = min(failures, key=lambda failure: failure.when)
+        error = worker_error(first)
+        if not waiting and len(failures) == len(future.ranks) and all(failure.harmless for failure in failures):
+            return error
+        return self.stop(error)
+
+    def _failure(self, error: RayError, rank: int, call: Call) -> Failure:
+        if isinstance(error, RayTaskError) and isinstance(error.cause, Failure):
+            return error.cause
+        log = f"; its output: {self._logs[rank]}" if self._logs[rank] else ""
+        if isinstance(error, RayActorError):
+            text = f"killed, crashed, or out of memory{log}"
+            return Failure(call.role, rank, call.step, "process died", text, str(error), False, 0.0)
+        return Failure(call.role, rank, call.step, type(error).__name__, str(error), str(error), False, time.time())
+
+    def stop(self, error: HybridRLError) -> HybridRLError:
+        """Kill the processes, so that none waits for a peer that failed; returns the error for raising."""
+        if self.failure is None:
+            self.failure = error
+            self._kill()
+        return error
+
+    def close(self) -> None:
+        """Close the workers and end the processes."""
+        if self.failure is None:
+            self.failure = HybridRLError("it was closed.")
+            ray.wait([actor.close.remote() for actor in self._actors], num_returns=self.ranks, timeout=2)
+            self._kill()
+
+    def _kill(self) -> None:
+        for actor in self._actors:
+            ray.kill(actor, no_restart=True)
+        remove_placement_group(self._reserved)
+
+
+def split_arguments(call: Call, shards: int) -> list[tuple[tuple, dict[str, Any]]]:
+    """Arguments of each shard: batches and futures by rows, everything else the same for all."""
+    totals = {num_rows(value) for value in (*call.args, *call.kwargs.values()) if isinstance(value, TensorDict)}
+    if len(totals) > 1:
+        raise BatchError(f"batches of one call need the same number of rows, got {sorted(totals)}.")
+    if not any(is_rows(value) for value in (*call.args, *call.kwargs.values())):
+        raise BatchError(f"{call.role}.{call.method} splits a batch by rows, but no argument is a batch or a future.")
+    args = [row_argument(value, shards, call.peers) for value in call.args]
+    kwargs = {name: row_argument(value, shards, call.peers) for name, value in call.kwargs.items()}
+    return [(tuple(arg[shard] for arg in args), {name: value[shard] for name, value in kwargs.items()})
+            for shard in range(shards)]
+
+
+def is_rows(value: Any) -> bool:
+    """Whether an argument is split by rows: a batch, a future, or a list of these."""
+    if isinstance(value, list | tuple):
+        return bool(value) and all(isinstance(item, TensorDict | RayFuture) for item in value)
+    return isinstance(value, TensorDict | RayFuture)
+
+
+def row_argument(value: Any, shards: int, peers: int) -> list[Any]:
+    """An argument of an `over_rows` call as each shard gets it."""
+    if not is_rows(value):
+        return [whole_argument(value)] * shards
+    if not isinstance(value, TensorDict):
+        parts = [part for item in (value if isinstance(value, list | tuple) else [value]) for part in _parts(item)]
+        return [Rows(parts, shard, shards) for shard in range(shards)]
+    shares, total = [], num_rows(value)
+    for shard in range(shards):
+        wire = pack(value, *row_range(total, shards, shard))
+        # Peers read one copy of their rows.
+        shares.append(Rows([Part(ray.put(wire) if peers > 1 else wire, wire.rows)], total=total))
+    return shares
+
+
+def whole_argument(value: Any) -> Any:
+    """An argument that every worker gets whole."""
+    if not isinstance(value, RayFuture):
+        return value
+    if value.call.dispatch.split == "rows" and value.call.dispatch.join == "rows":
+        return Rows(value.parts())
+    if value.call.dispatch.split == "all":
+        return Values(value.refs)
+    return Values(value.refs[0])
+
+
+def _parts(item: TensorDict | RayFuture) -> list[Part]:
+    return item.parts() if isinstance(item, RayFuture) else [Part(ray.put(pack(item)), num_rows(item))]

@@ -1,0 +1,74 @@
+"""N workers called as one.
+
+    group = WorkerGroup(Counter, pool, start=3, role="counter")
+    group.score(batch)                    # waits and returns
+    group.score.future(batch)             # returns at once; other groups accept the future as an argument
+    group.score.within(30)(batch)         # another deadline than cluster.call_timeout_s
+"""
+
+from typing import Any
+
+from hybridrl.controller.call import Call, Future
+from hybridrl.dispatch import Dispatch, dispatched
+from hybridrl.errors import ConfigError, unknown
+from hybridrl.workers.base import Worker
+
+
+class GroupMethod:
+    """A tagged method of a worker class, called on all workers that its tag names."""
+
+    def __init__(self, group: "WorkerGroup", name: str, dispatch: Dispatch, timeout_s: float):
+        self._group, self._name, self._dispatch, self._timeout_s = group, name, dispatch, timeout_s
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        return self._submit(args, kwargs, keep=False).result()
+
+    def future(self, *args: Any, **kwargs: Any) -> Future:
+        """Start the call and return its future without waiting (`local` runs it first)."""
+        return self._submit(args, kwargs, keep=True)
+
+    def within(self, timeout_s: float) -> "GroupMethod":
+        """The same method with another deadline, in seconds."""
+        return GroupMethod(self._group, self._name, self._dispatch, timeout_s)
+
+    def _submit(self, args: tuple, kwargs: dict[str, Any], keep: bool) -> Future:
+        group = self._group
+        peers = group.peers[self._dispatch.axis] if self._dispatch.axis else 1
+        return group.pool.submit(
+            Call(group.role, self._name, self._dispatch, peers, group.step, args, kwargs, self._timeout_s, keep))
+
+
+class WorkerGroup:
+    """One worker of `worker_cls` in each process of a pool, under a role.
+
+    Args:
+        worker_cls: a `Worker`; built as `worker_cls(context, *args, **kwargs)` in every process.
+        pool: from `Cluster.pool`. Groups on one pool share its processes, devices and process group.
+        role: name of the group on its pool; errors name it.
+    Raises:
+        WorkerError: a worker could not be built; `__cause__` is the original when hybridrl raised it.
+    """
+
+    step: int | None = None
+    """Step of the run that calls belong to: workers see it, errors name it."""
+
+    def __init__(self, worker_cls: type[Worker], pool: Any, *args: Any, role: str = "policy", **kwargs: Any):
+        self.pool, self.role = pool, role
+        self._tags = dispatched(worker_cls)
+        axes = sorted({tag.axis for tag in self._tags.values() if tag.axis})
+        self.peers: dict[str, int] = pool.build(role, worker_cls, args, kwargs, axes)
+        for axis, peers in self.peers.items():
+            if peers < 1 or pool.ranks % peers:
+                raise ConfigError(f"{worker_cls.__name__}.peers({axis!r}) must divide the {pool.ranks} ranks of the "
+                                  f"pool, got {peers}.")
+
+    def method(self, name: str) -> GroupMethod:
+        """A method of the workers by name. Raises AttributeError when it does not exist or has no tag."""
+        if name not in self._tags:
+            raise AttributeError(unknown("method of this group", name, self._tags))
+        return GroupMethod(self, name, self._tags[name], self.pool.call_timeout_s)
+
+    def __getattr__(self, name: str) -> GroupMethod:
+        if name.startswith("_") or "_tags" not in self.__dict__:
+            raise AttributeError(name)
+        return self.method(name)

@@ -1,0 +1,41 @@
+"""What every worker is told about itself."""
+
+from dataclasses import dataclass
+
+import torch
+
+
+@dataclass(frozen=True, slots=True)
+class WorkerContext:
+    """Place of a worker: rank of world_size, the device it owns, the role it plays, its rank on its machine."""
+
+    rank: int
+    world_size: int
+    device: torch.device
+    role: str
+    local_rank: int = 0
+
+
+class Worker:
+    """Base of worker classes: plain Python, built as `Cls(context, *args, **kwargs)`, testable without a cluster.
+
+    The default torch.distributed group (gloo; with NCCL for CUDA tensors on GPUs) spans all ranks and exists
+    before a worker is built, for one rank too. Methods that a group may call carry a tag of `hybridrl.dispatch`.
+    """
+
+    def __init__(self, context: WorkerContext):
+        self.context = context
+        self.rank = context.rank
+        self.world_size = context.world_size
+        self.local_rank = context.local_rank
+        self.device = context.device
+        self.role = context.role
+        self.step: int | None = None
+        """Step of the call that runs; None before the first."""
+
+    def peers(self, axis: str) -> int:
+        """How many consecutive ranks form one shard of an axis of `over_rows`."""
+        return 1
+
+    def close(self) -> None:
+        """Release what the process would not release by exiting."""
