@@ -1,0 +1,256 @@
+"""vLLM in this process, stepped by our loop.
+
+On CPU vLLM packs GEMM weights and drops the plain ones, so a sync goes through its layerwise reload, which
+restores, loads and packs one layer at a time. That reload neither raises when a weight never arrives nor knows
+that a tied head is packed apart from its embedding: `_check_complete` looks at what each layer received.
+"""
+
+import os
+import uuid
+from collections.abc import Iterable, Iterator, Sequence
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from hybridrl.config import RolloutConfig
+from hybridrl.errors import ConfigError, ModelError, SyncError
+from hybridrl.workers.rollout.engine import Bucket, Completion, Request, RolloutEngine
+
+
+class VLLMEngine(RolloutEngine):
+    """One vLLM engine, spanning `cfg.tensor_parallel` consecutive ranks of the default process group.
+
+    It starts with dummy weights and samples only after the first `load_weights`.
+
+    Args:
+        model_path: folder with the model's config.json; weights are not read from it.
+        cfg: rollout options.
+        device: cpu or cuda device of this rank.
+        stop_ids: token ids that end a response.
+        seed: base seed of requests without one of their own.
+    Raises:
+        ModelError: vLLM does not support the model.
+    """
+
+    def __init__(self, model_path: Path, cfg: RolloutConfig, device: torch.device, stop_ids: Sequence[int],
+                 trust_remote_code: bool = False, seed: int = 0):
+        super().__init__(stop_ids)
+        os.environ.setdefault("VLLM_ENABLE_V1_MULTIPROCESSING", "0")
+        os.environ.setdefault("VLLM_NO_USAGE_STATS", "1")
+        os.environ.setdefault("VLLM_CPU_OMP_THREADS_BIND", "nobind")
+        os.environ.setdefault("VLLM_LOGGING_LEVEL", "WARNING")
+        os.environ["VLLM_CPU_KVCACHE_SPACE"] = str(max(1, round(cfg.kv_cache_gib)))
+        from vllm import LLM  # seconds to import, and only this engine needs it
+
+        self.cuda = device.type == "cuda"
+        shared_memory = None if self.cuda else _name_shared_memory()
+        options: dict[str, Any] = {"enforce_eager": cfg.enforce_eager or not self.cuda}
+        if self.cuda:
+            options |= {"enable_sleep_mode": True, "gpu_memory_utilization": cfg.gpu_memory_frac}
+        try:
+            self.llm = LLM(
+                model=str(model_path), dtype=rollout_dtype(cfg, device), load_format="dummy",
+                tensor_parallel_size=cfg.tensor_parallel, distributed_executor_backend="external_launcher",
+                max_model_len=cfg.max_prompt_tokens + cfg.max_response_tokens, max_num_seqs=cfg.max_running,
+                skip_tokenizer_init=True, logprobs_mode="processed_logprobs", seed=seed,
+                trust_remote_code=trust_remote_code, disable_log_stats=True, **options)
+        except (ValueError, ImportError, NotImplementedError) as error:
+            raise ModelError(f"vLLM can't run {model_path}: {_first_line(error)} "
+                             "policy.rollout.engine=transformers runs models that vLLM lacks.") from error
+        if shared_memory:
+            _unlink_shared_memory(shared_memory)
+        self.engine = self.llm.llm_engine
+        self.peers, self.leader = _peers(cfg.tensor_parallel)
+
+    # ---- requests
+
+    def add(self, request_id: str, request: Request) -> None:
+        from vllm import SamplingParams
+        from vllm.sampling_params import RequestOutputKind
+
+        params = SamplingParams(
+            max_tokens=request.max_tokens, temperature=request.temperature, seed=request.seed, logprobs=0,
+            flat_logprobs=True, stop_token_ids=self.stop_ids, detokenize=False,
+            output_kind=RequestOutputKind.FINAL_ONLY)
+        self.engine.add_request(request_id, {"prompt_token_ids": list(request.prompt_ids)}, params)
+
+    def step(self) -> list[tuple[str, Completion]]:
+        return [(output.request_id, _completion(output.outputs[0])) for output in self.engine.step() if output.finished]
+
+    def busy(self) -> bool:
+        return self.engine.has_unfinished_requests()
+
+    def cancel(self, request_ids: Sequence[str]) -> None:
+        self.engine.abort_request(list(request_ids))
+
+    @property
+    def leads(self) -> bool:
+        return dist.get_rank() == self.leader
+
+    def share(self, message):
+        if self.peers is None:
+            return message
+        box = [message]
+        dist.broadcast_object_list(box, src=self.leader, group=self.peers)
+        return box[0]
+
+    def score(self, token_ids: Sequence[int]) -> list[float]:
+        from vllm import SamplingParams
+
+        params = SamplingParams(max_tokens=1, temperature=1.0, prompt_logprobs=0, detokenize=False)
+        # The prefix cache would skip the very tokens that are to be scored.
+        self.engine.add_request("score", {"prompt_token_ids": list(token_ids)}, params)
+        outputs = []
+        while self.engine.has_unfinished_requests():
+            outputs += [o for o in self.engine.step() if o.finished]
+        return [position[token].logprob for position, token in
+                zip(outputs[0].prompt_logprobs[1:], token_ids[1:], strict=True)]
+
+    # ---- weights
+
+    def write_weights(self, buckets: Iterable[Bucket]) -> None:
+        self.llm.collective_rpc(_reload, args=(buckets,))
+
+    def load_weights(self, buckets: Iterable[Bucket], version: int) -> None:
+        super().load_weights(buckets, version)
+        self.engine.engine_core.set_weight_version(str(version))
+        # Cached keys and values, of running requests too, belong to the old weights.
+        self.engine.reset_prefix_cache(reset_running_requests=True)
+
+    # ---- memory
+
+    def sleep(self) -> None:
+        """Discard weights and KV cache (CUDA); a CPU engine keeps both: vLLM offers no release there."""
+        super().sleep()
+        if self.cuda:
+            self.llm.sleep(level=2)
+
+    def wake(self) -> None:
+        """Take back the weights' memory; `wake_cache` takes back the KV cache's once weights are loaded."""
+        super().wake()
+        if self.cuda:
+            self.llm.wake_up(tags=["weights"])
+
+    def wake_cache(self) -> None:
+        if self.cuda:
+            self.llm.wake_up(tags=["kv_cache"])
+
+
+def rollout_dtype(cfg: RolloutConfig, device: torch.device) -> str:
+    """`cfg.dtype`, with `auto` resolved: bfloat16 on CUDA, float32 on CPU (where bfloat16 is emulated)."""
+    if cfg.dtype != "auto":
+        return cfg.dtype
+    return "bfloat16" if device.type == "cuda" else "float32"
+
+
+def _peers(tensor_parallel: int) -> tuple[dist.ProcessGroup | None, int]:
+    """This rank's tensor-parallel group (None when alone) and the rank that leads it."""
+    rank, world = dist.get_rank(), dist.get_world_size()
+    if world % tensor_parallel:
+        raise ConfigError(f"cluster.ranks must be divisible by policy.rollout.tensor_parallel, "
+                          f"got {world} and {tensor_parallel}.")
+    leader = rank - rank % tensor_parallel
+    if tensor_parallel == 1:
+        return None, leader
+    ranks = [list(range(first, first + tensor_parallel)) for first in range(0, world, tensor_parallel)]
+    group, _ = dist.new_subgroups_by_enumeration(ranks, backend="gloo")
+    return group, leader
+
+
+def _name_shared_memory() -> str:
+    """Give vLLM's shared-memory segments (tensor parallelism on CPU) a name of this engine's own.
+
+    Under an external launcher all of a machine's engines would share one name: a second run, or one after a
+    crash, finds it taken and fails.
+    """
+    from vllm.distributed.device_communicators.cpu_communicator import _CPUSHMDistributed
+
+    box = [uuid.uuid4().hex[:12]]
+    dist.broadcast_object_list(box, src=0)
+    name = f"hybridrl-{box[0]}"
+    _CPUSHMDistributed.make_group_name = staticmethod(
+        lambda communicator: f"{name}-{communicator.unique_name}-{'-'.join(map(str, communicator.ranks))}")
+    return name
+
+
+def _unlink_shared_memory(name: str) -> None:
+    """Drop the segments' names once every peer has mapped them, so that not even a killed run leaves one."""
+    dist.barrier()
+    for segment in Path("/dev/shm").glob(f"*{name}*"):
+        segment.unlink(missing_ok=True)
+
+
+def _completion(output: Any) -> Completion:
+    token_ids = list(output.token_ids)
+    versions: list[int] = []
+    for span in output.weight_versions or []:
+        versions += [int(span.version)] * (span.end - span.start)
+    reason = output.finish_reason if output.finish_reason in ("stop", "length") else "aborted"
+    return Completion(token_ids, list(output.logprobs.logprobs), versions, reason)
+
+
+def _reload(worker: Any, buckets: Iterable[Bucket]) -> None:
+    """Run in vLLM's worker: load every weight through the layerwise reload and check that all arrived."""
+    from vllm.config import set_current_vllm_config
+    from vllm.model_executor.model_loader.reload.layerwise import (
+        finalize_layerwise_reload,
+        initialize_layerwise_reload,
+    )
+
+    model = worker.model_runner.get_model()
+    named = {name for name, _ in model.named_parameters()}
+    with set_current_vllm_config(worker.vllm_config), torch.no_grad():
+        initialize_layerwise_reload(model)
+        if worker.device.type == "cpu":
+            _forget_expert_kernels(model)
+        written = model.load_weights(_each(buckets)) or set()
+        missing = sorted(named - set(written)) or _incomplete_layers(model)
+        finalize_layerwise_reload(model, worker.model_runner.model_config)
+    if missing:
+        shown = ", ".join(missing[:5]) + (f" and {len(missing) - 5} more" if len(missing) > 5 else "")
+        raise SyncError(f"weight sync left {len(missing)} engine weights unwritten: {shown}.")
+
+
+def _forget_expert_kernels(model: torch.nn.Module) -> None:
+    """Have each mixture layer packed anew: a CPU kernel that exists already is not given the packed weights."""
+    for layer in model.modules():
+        method = getattr(layer, "quant_method", None)
+        if getattr(method, "moe_kernel", None) is not None:
+            method.moe_kernel = None
+
+
+def _each(buckets: Iterable[Bucket]) -> Iterator[tuple[str, torch.Tensor]]:
+    for bucket in buckets:
+        yield from bucket
+
+
+def _incomplete_layers(model: torch.nn.Module) -> list[str]:
+    """Layers that received fewer elements than they hold, vocabulary padding aside.
+
+    Read between loading and finalising: a layer that got everything has been packed and reset by then.
+    """
+    from vllm.model_executor.layers.attention import is_deferred_attention_layer
+    from vllm.model_executor.model_loader.reload.layerwise import get_layerwise_info
+    from vllm.model_executor.model_loader.reload.utils import get_tensor_load_numel
+
+    incomplete = []
+    for name, layer in model.named_modules():
+        info = get_layerwise_info(layer)
+        if not info.can_load() or is_deferred_attention_layer(layer):
+            continue
+        # Buffers (rotary tables) are computed, not loaded: only parameters must arrive.
+        expected = sum(get_tensor_load_numel(p) for p in layer.parameters(recurse=False))
+        shards = getattr(layer, "shard_indices", None)
+        if shards is not None:
+            padding = shards.num_elements_padded - shards.num_org_elements - shards.num_added_elements
+            expected -= padding * layer.embedding_dim
+        if info.load_numel < expected:
+            incomplete.append(f"{name} ({info.load_numel} of {expected} elements)")
+    return incomplete
+
+
+def _first_line(error: BaseException) -> str:
+    lines = [line.strip() for line in str(error).splitlines() if line.strip()]
+    return (lines[-1] if lines else type(error).__name__).rstrip(".") + "."
