@@ -113,8 +113,8 @@ def choose_python():
 def check_machine(facts):
     """Refuse, before anything is downloaded, what cannot work."""
     if (platform.system(), platform.machine()) != ("Linux", "x86_64"):
-        raise SetupError("The pinned CPU environment is for Linux x86-64, this is {} {}. The README says how to install "
-                         "elsewhere.".format(platform.system(), platform.machine()))
+        machine = f"{platform.system()} {platform.machine()}"
+        raise SetupError(f"The pinned CPU environment is for Linux x86-64, this is {machine}: see README.")
     if "avx2" not in Path("/proc/cpuinfo").read_text():
         raise SetupError("This processor has no AVX2, which vLLM's CPU kernels need: use another machine.")
     version = "{}.{}".format(*facts["version"])
