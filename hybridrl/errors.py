@@ -9,6 +9,7 @@ HybridRLError
 ├── TrainingError        an update that can't go on                       (also ArithmeticError)
 ├── SyncError            weights that did not arrive, or arrived changed  (also RuntimeError)
 ├── CheckpointError      a checkpoint that can't be written or read       (also RuntimeError)
+├── RewardError          reward functions that score nothing             (also RuntimeError)
 ├── DeadlineError        a wait that ran out                              (also TimeoutError)
 └── WorkerError          a failure inside a worker, with role, rank, step (also RuntimeError)
 """
@@ -51,6 +52,10 @@ class SyncError(HybridRLError, RuntimeError):
 
 class CheckpointError(HybridRLError, RuntimeError):
     """A checkpoint that can't be written or read."""
+
+
+class RewardError(HybridRLError, RuntimeError):
+    """Reward functions that can't be started, or that fail on every row."""
 
 
 class DeadlineError(HybridRLError, TimeoutError):

@@ -24,8 +24,9 @@ def _hashes(num: int, *words: int) -> np.ndarray:
     Source: Steele, Lea, Flood, "Fast splittable pseudorandom number generators", OOPSLA 2014.
     """
     state = np.zeros(num, dtype=np.uint64)
-    for word in (*words, np.arange(num, dtype=np.uint64)):
-        state = state + (word if isinstance(word, np.ndarray) else np.uint64(word % 2**64)) + np.uint64(0x9E3779B97F4A7C15)
+    columns = [np.full(num, word % 2**64, dtype=np.uint64) for word in words]
+    for column in (*columns, np.arange(num, dtype=np.uint64)):
+        state = state + column + np.uint64(0x9E3779B97F4A7C15)
         state = (state ^ (state >> np.uint64(30))) * np.uint64(0xBF58476D1CE4E5B9)
         state = (state ^ (state >> np.uint64(27))) * np.uint64(0x94D049BB133111EB)
         state = state ^ (state >> np.uint64(31))

@@ -156,9 +156,13 @@ def _reasoning_gym(cfg: DataConfig, bad: BadRows, fields: list[str], key: str) -
         raise ConfigError(f"{key}.task_options: {cfg.task} refuses {cfg.task_options}: {error}") from error
     for number in range(1, cfg.task_size + 1):
         try:
-            yield number, problems[number - 1]
+            problem = problems[number - 1]
         except Exception as error:  # generators raise any kind when they find no problem that fits the options
             bad.add(number, f"the task could not make this problem: {error!r}.")
+            continue
+        if cfg.task_options:  # some scorers depend on them
+            problem["task_options"] = dict(cfg.task_options)
+        yield number, problem
 
 
 SOURCES: dict[str, Callable[[DataConfig, BadRows, list[str], str], Iterator[tuple[int, Row]]]] = {

@@ -1,0 +1,80 @@
+"""A process that scores rows, started by `WorkerPool`; it imports the reward functions and little else.
+
+It reads chunks of pickled rows from the controller, which it trusts, and writes [score, error] of each call back as
+JSON: the controller unpickles nothing that a reward function made.
+"""
+
+import fcntl
+import json
+import os
+import pickle
+import signal
+import sys
+import traceback
+from multiprocessing.connection import Connection
+
+from hybridrl.rewards import binding
+from hybridrl.rewards.binding import BoundReward, bind
+
+MAX_ERROR_CHARS = 500
+
+
+def main() -> None:
+    """Serve the connection whose file descriptor is the first argument until it closes."""
+    _die_with_controller(int(sys.argv[2]))
+    connection = Connection(int(sys.argv[1]))
+    try:
+        functions = [bind(name, options) for name, options in connection.recv()]
+    except Exception as error:  # raised by the controller
+        _report(connection, None, _one_line(error))
+        return
+    _report(connection, None, None)
+    while True:
+        try:
+            rows = connection.recv()
+        except (EOFError, ConnectionError):
+            return
+        for row in rows:
+            _score(connection, functions, row)
+
+
+def _score(connection: Connection, functions: list[BoundReward], row: bytes) -> None:
+    """Report each function's score of a pickled row; the first failure ends the row."""
+    for function in functions:
+        try:
+            # Each function gets its own copy, so that none sees what another did to it.
+            score, error = function(pickle.loads(row)), None
+        except BaseException as raised:  # sys.exit in a reward function is a failure of its row, too
+            score, error = None, _one_line(raised)
+        _report(connection, score, error)
+        if error:
+            return
+
+
+def _report(connection: Connection, score: float | None, error: str | None) -> None:
+    try:
+        connection.send_bytes(json.dumps([score, error]).encode())
+    except ConnectionError:  # the controller is gone
+        os._exit(1)
+
+
+def _one_line(error: BaseException) -> str:
+    text = " ".join(f"{type(error).__name__}: {error}".split())[:MAX_ERROR_CHARS]
+    where = traceback.extract_tb(error.__traceback__)[-1]
+    if where.filename == binding.__file__:  # what the function returned is wrong, not a line of it
+        return text
+    return f"{text} ({os.path.basename(where.filename)}:{where.lineno})"
+
+
+def _die_with_controller(lifeline: int) -> None:
+    """Have the kernel kill this process and its children once the controller's end of a pipe closes.
+
+    A thread that watches would not run while a reward function holds the interpreter's lock in C code.
+    """
+    fcntl.fcntl(lifeline, fcntl.F_SETOWN, -os.getpgrp())
+    fcntl.fcntl(lifeline, fcntl.F_SETSIG, signal.SIGKILL)
+    fcntl.fcntl(lifeline, fcntl.F_SETFL, fcntl.fcntl(lifeline, fcntl.F_GETFL) | os.O_ASYNC)
+
+
+if __name__ == "__main__":
+    main()
