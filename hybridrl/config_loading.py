@@ -65,7 +65,7 @@ def to_yaml(config: Any) -> str:
 
 def _read(file: Path, overrides: Sequence[str]) -> Any:
     try:
-        content = yaml.safe_load(file.read_text())
+        content = OmegaConf.to_container(OmegaConf.load(file))
     except OSError as error:
         raise ConfigError(f"Can't read the config file {file}: {error.strerror}.") from None
     except (yaml.YAMLError, UnicodeDecodeError) as error:

@@ -70,12 +70,12 @@ class Checkpoints:
         for folder in self.newest_first():
             try:
                 check(folder)
-                for name, thing in things.items():
-                    _read(thing, folder, name)
             except CheckpointError as error:
                 damaged[folder] = str(error)
-                say(f"checkpoint {folder.name} is damaged ({error}), trying the one before it")
+                say(f"Checkpoint {folder.name} is damaged ({error}); trying the one before it.")
                 continue
+            for name, thing in things.items():
+                _read(thing, folder, name)
             for bad in damaged:
                 shutil.rmtree(f"{bad}.damaged", ignore_errors=True)
                 bad.rename(f"{bad}.damaged")
@@ -138,7 +138,7 @@ def _read(thing: Any, folder: Path, name: str) -> None:
     file = folder / (name if hasattr(thing, "load") else f"{name}.json")
     if not file.exists():
         saved = sorted({f.stem for f in folder.iterdir()} - {"manifest"})
-        raise ValueError(f"checkpoint {folder} has no {name!r}; it has {', '.join(saved)}.")
+        raise CheckpointError(f"Checkpoint {folder} has no {name!r}; it has {', '.join(saved)}.")
     if hasattr(thing, "load"):
         thing.load(file)
     else:

@@ -38,4 +38,5 @@ class ProgressBar:
 
     def close(self) -> None:
         """Leave the last state on the screen."""
-        self._bar.stop()
+        if self._task is not None:
+            self._bar.stop()

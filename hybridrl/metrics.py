@@ -1,0 +1,59 @@
+"""Metrics: named numbers, `group/name`, one set a step.
+
+Names under `time/` and `memory/` describe the machine; all others are the same in a run repeated with one seed.
+"""
+
+import json
+import math
+from collections.abc import Iterable, Mapping, Sequence
+from pathlib import Path
+
+from hybridrl.errors import DataError
+
+MACHINE = ("time/", "memory/")
+"""Prefixes of metrics that differ from one execution to the next."""
+
+WATCHED = {"reward": "reward/mean", "tokens": "response/mean_tokens", "kl": "kl/mean", "s": "time/step"}
+"""What the progress line shows: label and metric."""
+
+
+def average(parts: Sequence[Mapping[str, float]]) -> dict[str, float]:
+    """Mean of each metric over the dictionaries that have it; {} for none."""
+    names = dict.fromkeys(name for part in parts for name in part)
+    values = {name: [float(part[name]) for part in parts if name in part] for name in names}
+    return {name: math.fsum(given) / len(given) for name, given in values.items()}
+
+
+def deterministic(metrics: Mapping[str, float]) -> dict[str, float]:
+    """The metrics that do not describe the machine."""
+    return {name: value for name, value in metrics.items() if not name.startswith(MACHINE)}
+
+
+def format_metrics(metrics: Mapping[str, float], watched: Mapping[str, str] = WATCHED) -> str:
+    """The watched metrics that are present, as `label value` with three significant digits."""
+    present = ((label, metrics[name]) for label, name in watched.items() if metrics.get(name) is not None)
+    return "  ".join(f"{label} {value:.3g}" for label, value in present)
+
+
+def to_line(step: int, metrics: Mapping[str, float]) -> str:
+    """One line of `metrics.jsonl`; what JSON has no number for (NaN, infinity) is null."""
+    values = {name: float(value) for name, value in metrics.items()}
+    return json.dumps({"step": step, **{k: v if math.isfinite(v) else None for k, v in values.items()}})
+
+
+def read_metrics(path: str | Path) -> list[dict[str, float | None]]:
+    """The lines of a `metrics.jsonl`; an unfinished last line is left out. Raises DataError."""
+    try:
+        lines = Path(path).read_text().splitlines()
+    except OSError as error:
+        raise DataError(f"Can't read metrics from {path}: {error.strerror}.") from None
+    return list(_parsed(lines, path))
+
+
+def _parsed(lines: list[str], path: str | Path) -> Iterable[dict[str, float | None]]:
+    for number, line in enumerate(lines, 1):
+        try:
+            yield json.loads(line)
+        except ValueError:
+            if number < len(lines):
+                raise DataError(f"{path}, line {number}: not a JSON object: {line[:60]!r}.") from None
