@@ -1,4 +1,4 @@
-"""Rewards to advantages: the table ADVANTAGES and the estimators that need no critic and no group.
+"""Rewards to advantages: the table ADVANTAGES, what its rows share, and two estimators with outside baselines.
 
 An estimator is a pure function of batch columns. Names of columns are the same everywhere: rewards [B],
 group_ids [B], trajectory_ids [B], mask [B, R], token_rewards [B, R], values [B, R], *_log_probs [B, R].
@@ -15,9 +15,8 @@ from torch import Tensor
 
 from hybridrl.algorithms.columns import check_ids, check_rows, check_tokens, need
 from hybridrl.algorithms.groups import Groups, Trajectories
-from hybridrl.algorithms.masked import exact_mean, first_trainable, select, whiten
+from hybridrl.algorithms.masked import select
 from hybridrl.algorithms.returns import folded_rewards, reward_to_go, row_scores
-from hybridrl.algorithms.reward_shaping import kl_in_reward
 from hybridrl.algorithms.tables import Table, option
 
 ADVANTAGES = Table("advantage")
@@ -55,199 +54,8 @@ def cast(x: Tensor, dtype: torch.dtype) -> Tensor:
 
 def broadcast(scalars: Tensor, mask: Tensor, dtype: torch.dtype) -> Advantages:
     """Repeat one scalar per row [B] over its trainable tokens; returns equal the advantages."""
-    spread = torch.where(
-        mask, cast(scalars, dtype)[:, None], torch.zeros((), dtype=dtype, device=mask.device)
-    )
+    spread = torch.where(mask, cast(scalars, dtype)[:, None], torch.zeros((), dtype=dtype, device=mask.device))
     return Advantages(spread, spread)
-
-
-@dataclass(kw_only=True)
-class ReinforceOptions:
-    baseline: str = option("none", choices=("none", "batch", "group", "moving"))
-    """What is subtracted from the returns."""
-    gamma: float = option(1.0, ge=0, le=1)
-    """Discount per policy token."""
-    singleton: str = option("zero", choices=("zero", "raw"))
-    """Advantage of a lone group member under the group baseline: 0, or its return."""
-
-
-@ADVANTAGES.register("reinforce", options=ReinforceOptions, aggregation="seq-mean-token-sum")
-@torch.no_grad()
-def reinforce_advantages(
-    mask: Tensor,
-    rewards: Tensor | None = None,
-    token_rewards: Tensor | None = None,
-    group_ids: Tensor | None = None,
-    trajectory_ids: Tensor | None = None,
-    moving_baseline: Tensor | float | None = None,
-    *,
-    baseline: str = ReinforceOptions.baseline,
-    gamma: float = ReinforceOptions.gamma,
-    singleton: str = ReinforceOptions.singleton,
-) -> Advantages:
-    """Reward-to-go minus a baseline: A[b,t] = G[b,t] - c.
-
-    c is 0 ("none"), the mean episode return of the batch ("batch") or of the row's group ("group") over rows
-    with trainable tokens, or a running mean of earlier batches ("moving", see `MovingBaseline`). Rows that share
-    a trajectory count in the means with weight one over their number.
-
-    Args:
-        mask: [B, R] bool.
-        rewards: [B] float outcome, placed on the last trainable token; token_rewards: [B, R] float replaces it.
-        group_ids: [B] int64, for baseline "group". moving_baseline: number, for baseline "moving".
-    Returns:
-        Advantages; returns = G.
-    Raises:
-        BatchError: a column is missing or has the wrong shape or dtype.
-    Source: Williams 1992.
-    """
-    folded, valid = folded_rewards(mask, rewards, token_rewards)
-    check_ids(mask, group_ids=group_ids, trajectory_ids=trajectory_ids)
-    returns = reward_to_go(folded, mask, gamma)
-    keep = mask & valid[:, None]
-    constant = _baseline(returns, keep, baseline, group_ids, trajectory_ids, moving_baseline, singleton)
-    dtype = output_dtype(rewards, token_rewards)
-    return Advantages(cast(select(returns - constant, keep), dtype), cast(returns, dtype))
-
-
-def _baseline(
-    returns: Tensor,
-    keep: Tensor,
-    kind: str,
-    group_ids: Tensor | None,
-    trajectory_ids: Tensor | None,
-    moving: Tensor | float | None,
-    singleton: str,
-) -> Tensor:
-    """What to subtract from `returns`: [], [B, 1] or, for lone group members, the returns themselves."""
-    episodes, weights = _episodes(returns, keep, trajectory_ids)
-    if kind == "none":
-        return returns.new_zeros(())
-    if kind == "moving":
-        if moving is None:
-            need("baseline 'moving'", moving_baseline=None)
-        return torch.as_tensor(moving, dtype=returns.dtype, device=returns.device)
-    if kind == "batch":
-        return exact_mean(episodes, weights)
-    need("baseline 'group'", group_ids=group_ids)
-    groups = Groups.of(torch.where(weights > 0, episodes, torch.nan), group_ids)
-    mean = groups.mean(weights)[groups.index][:, None]
-    lone = (groups.sum(weights)[groups.index] < 1.5)[:, None]
-    return torch.where(lone, returns if singleton == "zero" else 0.0, mean)
-
-
-def _episodes(returns: Tensor, keep: Tensor, trajectory_ids: Tensor | None) -> tuple[Tensor, Tensor]:
-    """Episode return G[first] and statistical weight of each row; 0 for rows that don't count."""
-    first = first_trainable(keep)
-    if keep.shape[1] == 0:
-        return returns.new_zeros(keep.shape[0]), returns.new_zeros(keep.shape[0])
-    episodes = returns.gather(1, first.clamp(min=0)[:, None]).squeeze(1)
-    counted = (first >= 0).double()
-    rows = Trajectories.of(counted, trajectory_ids)
-    return episodes, counted / rows.total(counted)[rows.index].clamp(min=1)
-
-
-def mean_return(
-    mask: Tensor, rewards: Tensor | None = None, token_rewards: Tensor | None = None, *, gamma: float = 1.0
-) -> float:
-    """Mean episode return over scorable rows with trainable tokens: what `MovingBaseline.update` takes."""
-    folded, valid = folded_rewards(mask, rewards, token_rewards)
-    episodes, weights = _episodes(reward_to_go(folded, mask, gamma), mask & valid[:, None], None)
-    return float(exact_mean(episodes, weights))
-
-
-class MovingBaseline:
-    """Exponential average of batch means, read before the present batch is added.
-
-    value <- decay * value + (1 - decay) * batch mean; the first batch sets it. 0 before any batch.
-    """
-
-    def __init__(self, decay: float = 0.9):
-        self.decay, self.value, self.num_updates = decay, 0.0, 0
-
-    def update(self, batch_mean: float) -> None:
-        """Add the mean return of a finished batch."""
-        first = self.num_updates == 0
-        self.value = batch_mean if first else self.decay * self.value + (1 - self.decay) * batch_mean
-        self.num_updates += 1
-
-    def state_dict(self) -> dict[str, float]:
-        """What a checkpoint must hold."""
-        return {"decay": self.decay, "value": self.value, "num_updates": self.num_updates}
-
-    def load_state_dict(self, state: Mapping[str, float]) -> None:
-        """Continue from a checkpoint."""
-        self.decay, self.value = float(state["decay"]), float(state["value"])
-        self.num_updates = int(state["num_updates"])
-
-
-@dataclass(kw_only=True)
-class ReinforcePPOptions:
-    kl_coef: float = option(0.0, ge=0)
-    """Weight of the per-token k1 penalty against the reference; 0 needs no reference."""
-
-
-@ADVANTAGES.register("reinforce_pp", options=ReinforcePPOptions, aggregation="token-mean")
-@torch.no_grad()
-def reinforce_pp_advantages(
-    mask: Tensor,
-    rewards: Tensor | None = None,
-    token_rewards: Tensor | None = None,
-    old_log_probs: Tensor | None = None,
-    ref_log_probs: Tensor | None = None,
-    *,
-    kl_coef: float = ReinforcePPOptions.kl_coef,
-) -> Advantages:
-    """Undiscounted reward-to-go of outcome minus token KL, whitened over the batch.
-
-    R' = R - kl_coef * (old_log_probs - ref_log_probs), G = sum of this and later R', A = whiten(G).
-
-    Args:
-        mask: [B, R] bool. rewards: [B] float, or token_rewards: [B, R] float.
-        old_log_probs, ref_log_probs: [B, R] float, needed when kl_coef > 0.
-    Returns:
-        Advantages; returns = G before whitening.
-    Raises:
-        BatchError: a column is missing or has the wrong shape or dtype.
-    Source: REINFORCE++, arXiv:2501.03262.
-    """
-    folded, valid = folded_rewards(mask, rewards, token_rewards)
-    if kl_coef > 0:
-        need("reinforce_pp with kl_coef > 0", old_log_probs=old_log_probs, ref_log_probs=ref_log_probs)
-        folded = kl_in_reward(folded, old_log_probs, ref_log_probs, mask, kl_coef=kl_coef)
-    returns = reward_to_go(folded, mask)
-    dtype = output_dtype(rewards, token_rewards)
-    return Advantages(cast(whiten(returns, mask & valid[:, None]), dtype), cast(returns, dtype))
-
-
-@ADVANTAGES.register("reinforce_pp_baseline", aggregation="token-mean", traits=("groups",))
-@torch.no_grad()
-def reinforce_pp_baseline_advantages(
-    group_ids: Tensor,
-    mask: Tensor,
-    rewards: Tensor | None = None,
-    token_rewards: Tensor | None = None,
-    trajectory_ids: Tensor | None = None,
-) -> Advantages:
-    """Reward minus group mean, whitened over all tokens of the batch.
-
-    a = r - mean(group), repeated over tokens; A = whiten(a). Constant groups stay in the whitening population
-    with value 0.
-
-    Args:
-        group_ids: [B] int64. mask: [B, R] bool. rewards: [B] float, or token_rewards: [B, R] float.
-        trajectory_ids: [B] int64, rows that share a trajectory count once in the group mean.
-    Returns:
-        Advantages; returns equal the advantages.
-    Raises:
-        BatchError: a column is missing or has the wrong shape or dtype.
-    Source: REINFORCE++, arXiv:2501.03262.
-    """
-    groups, rows, valid = outcome_groups(mask, group_ids, rewards, token_rewards, trajectory_ids)
-    scalars = groups.centred()[rows.index]
-    spread = select(scalars[:, None].expand(mask.shape), mask)
-    white = cast(whiten(spread, mask & valid[:, None]), output_dtype(rewards, token_rewards))
-    return Advantages(white, white)
 
 
 def outcome_groups(
@@ -262,7 +70,7 @@ def outcome_groups(
     Rows of one trajectory must share their group and, when outcomes are given as `rewards`, the reward;
     with `token_rewards` the trajectory's outcome is the sum over its rows.
     """
-    need("a group estimator", group_ids=group_ids)
+    need("a group estimator", "group_ids", group_ids)
     check_ids(mask, group_ids=group_ids, trajectory_ids=trajectory_ids)
     scores = row_scores(mask, rewards, token_rewards)
     rows = Trajectories.of(scores, trajectory_ids)
@@ -334,7 +142,7 @@ def distill_advantages(
     gap = select(teacher_log_probs.double() - old_log_probs.double(), mask)
     gap = gap.nan_to_num(nan=0.0, posinf=20.0, neginf=-20.0)
     if reward_coef > 0:
-        need("distill with reward_coef > 0", rewards=rewards)
+        rewards = need("distill with reward_coef > 0", "rewards", rewards)
         gap = gap + reward_coef * rewards.double()[:, None]
         mask = mask & rewards.isfinite()[:, None]
     out = cast(select(gap, mask), output_dtype(teacher_log_probs, old_log_probs, rewards))

@@ -54,7 +54,7 @@ def _coefficients(mask: Tensor, per_row: Tensor) -> Tensor:
 def _sequences(mask: Tensor, trajectory_ids: Tensor | None, per_trajectory: bool) -> tuple[Tensor, Tensor]:
     """Token count of each row's sequence [B] float64 and number of non-empty sequences (0-d)."""
     if per_trajectory:
-        need("per_trajectory", trajectory_ids=trajectory_ids)
+        trajectory_ids = need("per_trajectory", "trajectory_ids", trajectory_ids)
     check_ids(mask, trajectory_ids=trajectory_ids)
     lengths = mask.sum(dim=1)
     rows = Trajectories.of(lengths, trajectory_ids if per_trajectory else None)

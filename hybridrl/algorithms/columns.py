@@ -3,10 +3,14 @@
 Every public function calls these first, so a wrong batch fails with the name of the argument.
 """
 
+from typing import TypeVar
+
 import torch
 from torch import Tensor
 
 from hybridrl.errors import BatchError
+
+T = TypeVar("T")
 
 
 def check_mask(mask: Tensor) -> None:
@@ -24,9 +28,7 @@ def check_tokens(mask: Tensor, **tensors: Tensor | None) -> None:
         if tensor is None:
             continue
         if not isinstance(tensor, Tensor) or not tensor.is_floating_point() or tensor.shape != mask.shape:
-            raise BatchError(
-                f"{name!r} must be floating point {list(mask.shape)} like 'mask', got {_got(tensor)}."
-            )
+            raise BatchError(f"{name!r} must be floating point {list(mask.shape)} like 'mask', got {_got(tensor)}.")
 
 
 def check_rows(mask: Tensor, **tensors: Tensor | None) -> None:
@@ -36,9 +38,7 @@ def check_rows(mask: Tensor, **tensors: Tensor | None) -> None:
         if tensor is None:
             continue
         if not isinstance(tensor, Tensor) or not tensor.is_floating_point() or tensor.shape != mask.shape[:1]:
-            raise BatchError(
-                f"{name!r} must be floating point [{mask.shape[0]}], one a row, got {_got(tensor)}."
-            )
+            raise BatchError(f"{name!r} must be floating point [{mask.shape[0]}], one a row, got {_got(tensor)}.")
 
 
 def check_ids(mask: Tensor, **tensors: Tensor | None) -> None:
@@ -52,11 +52,11 @@ def check_ids(mask: Tensor, **tensors: Tensor | None) -> None:
             raise BatchError(f"{name!r} must be an integer tensor [{mask.shape[0]}], got {_got(tensor)}.")
 
 
-def need(user: str, **tensors: Tensor | None) -> None:
-    """Raise BatchError when an optional column that `user` can't do without is None."""
-    for name, tensor in tensors.items():
-        if tensor is None:
-            raise BatchError(f"{user} needs {name!r}, got None.")
+def need(user: str, name: str, value: T | None) -> T:
+    """The value of an optional column, or BatchError when `user` can't do without it and it is None."""
+    if value is None:
+        raise BatchError(f"{user} needs {name!r}, got None.")
+    return value
 
 
 def _got(value: object) -> str:

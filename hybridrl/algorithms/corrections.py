@@ -285,9 +285,7 @@ class VetoOptions:
 
 @CORRECTIONS.register("veto", options=VetoOptions, traits=("sequence",))
 @torch.no_grad()
-def veto(
-    old_log_probs: Tensor, rollout_log_probs: Tensor, mask: Tensor, *, hi: float = VetoOptions.hi
-) -> Correction:
+def veto(old_log_probs: Tensor, rollout_log_probs: Tensor, mask: Tensor, *, hi: float = VetoOptions.hi) -> Correction:
     """Drop rows with a token the trainer finds nearly impossible: w = 1, k = min_t rho_t >= hi.
 
     Arguments, result and errors as `token_tis`.
@@ -315,9 +313,7 @@ def correct(
     chosen = dict(schemes) if isinstance(schemes, Mapping) else dict.fromkeys(schemes)
     weighing = [name for name in chosen if "weight" in CORRECTIONS[name].traits]
     if len(weighing) > 1:
-        raise ConfigError(
-            f"at most one correction may carry a weight, got {weighing}; combine it with masks."
-        )
+        raise ConfigError(f"at most one correction may carry a weight, got {weighing}; combine it with masks.")
     mask = columns["mask"]
     weights, keep = torch.ones_like(mask, dtype=torch.float32), mask
     for name, options in chosen.items():

@@ -82,9 +82,7 @@ class CentredOptions:
     """Advantage of a lone group member: 0, or its reward."""
 
 
-@ADVANTAGES.register(
-    "dr_grpo", options=CentredOptions, aggregation="seq-mean-token-sum-norm", traits=("groups",)
-)
+@ADVANTAGES.register("dr_grpo", options=CentredOptions, aggregation="seq-mean-token-sum-norm", traits=("groups",))
 @torch.no_grad()
 def dr_grpo_advantages(
     rewards: Tensor | None,
@@ -241,14 +239,10 @@ def gdpo_advantages(
     """
     check_ids(mask, group_ids=group_ids, trajectory_ids=trajectory_ids)
     if reward_components.dim() != 2 or reward_components.shape[0] != mask.shape[0]:
-        raise BatchError(
-            f"'reward_components' must be [{mask.shape[0]}, K], got {list(reward_components.shape)}."
-        )
+        raise BatchError(f"'reward_components' must be [{mask.shape[0]}, K], got {list(reward_components.shape)}.")
     weights = [1.0] * reward_components.shape[1] if weights is None else weights
     if len(weights) != reward_components.shape[1]:
-        raise BatchError(
-            f"'weights' must have one number per component ({reward_components.shape[1]}), got {weights}."
-        )
+        raise BatchError(f"'weights' must have one number per component ({reward_components.shape[1]}), got {weights}.")
     scored = reward_components.isfinite().all(dim=1, keepdim=True)
     components = torch.where(scored, reward_components.double(), torch.nan)
     rows = Trajectories.of(components, trajectory_ids)

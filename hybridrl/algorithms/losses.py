@@ -15,6 +15,7 @@ import torch
 from torch import Tensor
 
 from hybridrl.algorithms.columns import check_tokens
+from hybridrl.algorithms.keep_masks import KEEP_MASKS
 from hybridrl.algorithms.masked import at_least_float32, exp_clamped, select
 from hybridrl.algorithms.partials import Mean
 from hybridrl.algorithms.tables import Table, option
@@ -87,9 +88,7 @@ class PpoClipOptions:
 def check_dual_clip(dual_clip: float | None, clip_high: float) -> None:
     """Raise ConfigError unless dual_clip is None or above 1 + clip_high."""
     if dual_clip is not None and dual_clip <= 1 + clip_high:
-        raise ConfigError(
-            f"dual_clip must be above 1 + clip_high = {1 + clip_high:g} or null, got {dual_clip}."
-        )
+        raise ConfigError(f"dual_clip must be above 1 + clip_high = {1 + clip_high:g} or null, got {dual_clip}.")
 
 
 @POLICY_LOSSES.register("ppo_clip", options=PpoClipOptions, aggregation="token-mean", traits=("anchored",))
@@ -117,9 +116,7 @@ def ppo_clip(
     """
     check_dual_clip(dual_clip, clip_high)
     tokens = clean(log_probs, old_log_probs, advantages, mask)
-    loss, metrics = clipped_surrogate(
-        exp_clamped(tokens.log_ratio), tokens, mask, clip_low, clip_high, dual_clip
-    )
+    loss, metrics = clipped_surrogate(exp_clamped(tokens.log_ratio), tokens, mask, clip_low, clip_high, dual_clip)
     return masked_loss(loss, tokens, mask, **metrics)
 
 
@@ -166,7 +163,12 @@ def policy_gradient(log_probs: Tensor, advantages: Tensor, mask: Tensor) -> Poli
 
 
 def policy_loss(
-    name: str, columns: Mapping[str, Any], options: Any = None, *, anchor: str = "old"
+    name: str,
+    columns: Mapping[str, Any],
+    options: Any = None,
+    *,
+    anchor: str = "old",
+    sequence_mask_delta: float | None = None,
 ) -> PolicyLoss:
     """Per-token loss of `name` on a piece of a mini-batch, times `correction_weights` when that column exists.
 
@@ -174,31 +176,40 @@ def policy_loss(
         columns: log_probs (carries gradient), old_log_probs, advantages, mask, and what the loss or its
             `prepare` named; correction_weights [B, R] float is the weight times the keep mask.
         anchor: "old" measures ratios from old_log_probs, "rollout" from rollout_log_probs (two-policy form).
+        sequence_mask_delta: drop negative tokens of rows that drifted further (`off_policy_sequence_mask`).
     Returns:
         PolicyLoss; the loss of the piece is `aggregate(loss, loss_weights, mask)`.
     Raises:
-        ConfigError: unknown name, option or anchor, or a rollout anchor together with correction weights.
+        ConfigError: unknown name, option or anchor, or a behaviour weight on a behaviour-anchored ratio.
         BatchError: a column is missing or has the wrong shape or dtype.
     """
-    columns = anchored(columns, anchor)
-    result = POLICY_LOSSES.call(name, options, columns)
+    if anchor not in ("old", "rollout"):
+        raise ConfigError(f"anchor must be one of old, rollout, got {anchor!r}.")
+    columns = dict(columns)
     weights = columns.get("correction_weights")
+    if weights is not None:
+        check_tokens(columns["mask"], correction_weights=weights)
+        if anchor == "rollout" or "behaviour_anchored" in POLICY_LOSSES[name].traits:
+            _check_only_masks(name, anchor, weights, columns["mask"])
+    if anchor == "rollout":
+        columns["old_log_probs"] = columns.get("rollout_log_probs")
+    if sequence_mask_delta is not None:
+        names = ("log_probs", "old_log_probs", "advantages", "mask")
+        keep = KEEP_MASKS.call(
+            "off_policy_sequence", {"delta": sequence_mask_delta}, {n: columns.get(n) for n in names}
+        )
+        columns["correction_weights"] = weights = keep.float() if weights is None else select(weights, keep)
+    result = POLICY_LOSSES.call(name, options, columns)
     if weights is None or "correction_weights" in POLICY_LOSSES[name].columns:
         return result
-    check_tokens(columns["mask"], correction_weights=weights)
-    kept = select(weights.detach(), columns["mask"])
-    return PolicyLoss(result.loss * kept, result.metrics)
+    return PolicyLoss(result.loss * select(weights.detach(), columns["mask"]), result.metrics)
 
 
-def anchored(columns: Mapping[str, Any], anchor: str) -> Mapping[str, Any]:
-    """Columns with old_log_probs replaced by rollout_log_probs when the anchor is "rollout"."""
-    if anchor == "old":
-        return columns
-    if anchor != "rollout":
-        raise ConfigError(f"anchor must be one of old, rollout, got {anchor!r}.")
-    if columns.get("correction_weights") is not None:
+def _check_only_masks(name: str, anchor: str, weights: Tensor, mask: Tensor) -> None:
+    """Refuse weights other than 0 and 1 on a ratio that is measured from the behaviour policy already."""
+    weights = select(weights.detach(), mask)
+    if bool(((weights != 0) & (weights != 1)).any()):
         raise ConfigError(
-            "anchor 'rollout' already corrects for the behaviour policy; got correction_weights as well, which "
-            "would count the correction twice. Use anchor 'old' or no correction."
+            f"policy loss {name!r} with anchor {anchor!r} measures its ratio from the behaviour policy; "
+            "correction_weights other than 0 and 1 would count the correction twice. Use masks only."
         )
-    return {**columns, "old_log_probs": columns.get("rollout_log_probs")}

@@ -6,12 +6,13 @@ A mean of means is wrong when pieces differ in size, so a piece reports sum and 
 
 import math
 from collections.abc import Iterable, Mapping
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
-Number = Tensor | float | int
+Number = Any
+"""A number or a 0-d tensor."""
 
 
 class Mean(NamedTuple):

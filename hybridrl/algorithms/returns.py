@@ -53,9 +53,7 @@ def fold_rewards(token_rewards: Tensor, mask: Tensor) -> Tensor:
     return torch.zeros_like(token_rewards).scatter_add(1, target.clamp(min=0), caused)
 
 
-def folded_rewards(
-    mask: Tensor, rewards: Tensor | None, token_rewards: Tensor | None
-) -> tuple[Tensor, Tensor]:
+def folded_rewards(mask: Tensor, rewards: Tensor | None, token_rewards: Tensor | None) -> tuple[Tensor, Tensor]:
     """Folded token rewards [B, R] float64 and row validity [B] bool, from whichever column is given.
 
     `token_rewards` replaces the placement of `rewards`. A row is invalid when its scalar or any of its token
@@ -69,6 +67,7 @@ def folded_rewards(
     if rewards is not None:
         valid = rewards.isfinite()
     if token_rewards is None:
+        assert rewards is not None
         return place_outcome(torch.where(valid, rewards.double(), 0.0), mask), valid
     valid = valid & token_rewards.isfinite().all(dim=1)
     return fold_rewards(torch.where(valid[:, None], token_rewards.double(), 0.0), mask), valid

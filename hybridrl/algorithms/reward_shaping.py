@@ -13,9 +13,7 @@ from hybridrl.algorithms.masked import select
 from hybridrl.errors import BatchError, ConfigError
 
 
-def scale_rewards(
-    rewards: Tensor, *, scale: float = 1.0, bias: float = 0.0, clip: float | None = None
-) -> Tensor:
+def scale_rewards(rewards: Tensor, *, scale: float = 1.0, bias: float = 0.0, clip: float | None = None) -> Tensor:
     """clip(scale * r + bias, -clip, clip); NaN stays NaN.
 
     Args:
@@ -31,9 +29,7 @@ def scale_rewards(
     return shaped if clip is None else shaped.clamp(-clip, clip)
 
 
-def overlong_penalty(
-    lengths: Tensor, *, max_response_length: int, buffer: int, factor: float = 1.0
-) -> Tensor:
+def overlong_penalty(lengths: Tensor, *, max_response_length: int, buffer: int, factor: float = 1.0) -> Tensor:
     """Soft penalty of long responses, to be added to the outcome.
 
     0 up to max - buffer, then falling linearly to -factor at max, and -factor above. With buffer 0: 0 up to

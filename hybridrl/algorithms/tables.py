@@ -98,6 +98,10 @@ class Table(Mapping[str, Entry]):
 
         return add
 
+    def adopt(self, entry: Entry) -> None:
+        """Add a row that another process registered and sent here; a name that exists keeps its row."""
+        self._entries.setdefault(entry.name, entry)
+
     def options(self, name: str, values: Any = None) -> Any:
         """Options of `name` from a mapping (or an instance of its class), checked.
 
@@ -201,9 +205,7 @@ def _number(value: Any) -> float | None:
 
 
 def _outside(field: Any, value: float) -> bool:
-    ge, gt, le, lt = (
-        field.metadata.get("bounds", {}).get(k) for k in ("at least", "above", "at most", "below")
-    )
+    ge, gt, le, lt = (field.metadata.get("bounds", {}).get(k) for k in ("at least", "above", "at most", "below"))
     return (
         (ge is not None and value < ge)
         or (gt is not None and value <= gt)

@@ -1,0 +1,58 @@
+"""The critic's loss and how well its values explain the returns."""
+
+import torch
+from torch import Tensor
+
+from hybridrl.algorithms.columns import check_tokens
+from hybridrl.algorithms.losses import PolicyLoss, fraction
+from hybridrl.algorithms.masked import at_least_float32
+from hybridrl.algorithms.partials import ExplainedVariance, Mean, moments_of
+from hybridrl.errors import ConfigError
+
+
+def value_loss(
+    values: Tensor, old_values: Tensor, returns: Tensor, mask: Tensor, *, clip: float | None = 0.2
+) -> PolicyLoss:
+    """Half the larger of the plain and the clipped squared error.
+
+    u = (V - G)^2, c = (clip(V, V_old - clip, V_old + clip) - G)^2, L = 0.5 max(u, c); clip = None gives 0.5 u.
+    No gradient where c > u. A non-finite trainable token has no loss.
+
+    Args:
+        values: [B, R] float, carries gradient. old_values: [B, R] float, what the advantages were made of.
+        returns: [B, R] float. mask: [B, R] bool.
+    Returns:
+        PolicyLoss with metrics vf_clipfrac and nonfinite_frac; aggregate it with the loss weights.
+    Raises:
+        ConfigError: clip is below 0. BatchError: shapes or dtypes don't fit.
+    Source: PPO, arXiv:1707.06347.
+    """
+    if clip is not None and clip < 0:
+        raise ConfigError(f"clip must be at least 0 or None, got {clip}.")
+    check_tokens(mask, values=values, old_values=old_values, returns=returns)
+    value, old, target = (at_least_float32(x) for x in (values, old_values.detach(), returns.detach()))
+    usable = mask & (value.detach() + old + target).isfinite()
+    value, old, target = (torch.where(usable, x, x.new_zeros(())) for x in (value, old, target))
+    error = (value - target).square()
+    nonfinite = Mean(mask.sum() - usable.sum(), mask.sum())
+    if clip is None:
+        none = Mean(mask.sum() * 0, mask.sum())
+        return PolicyLoss(0.5 * error, {"vf_clipfrac": none, "nonfinite_frac": nonfinite})
+    clipped = (value.clamp(old - clip, old + clip) - target).square()
+    larger = clipped.detach() > error.detach()
+    loss = 0.5 * torch.where(larger, clipped.detach(), error)
+    return PolicyLoss(loss, {"vf_clipfrac": fraction(larger, mask), "nonfinite_frac": nonfinite})
+
+
+@torch.no_grad()
+def explained_variance(values: Tensor, returns: Tensor, mask: Tensor) -> ExplainedVariance:
+    """1 - Var(G - V) / Var(G) over trainable tokens, as a part that merges; 0 if Var(G) = 0 or one token.
+
+    Args:
+        values, returns: [B, R] float. mask: [B, R] bool.
+    Raises:
+        BatchError: shapes or dtypes don't fit.
+    """
+    check_tokens(mask, values=values, returns=returns)
+    residual = returns.double() - values.double()
+    return ExplainedVariance(moments_of(residual, mask), moments_of(returns, mask))
