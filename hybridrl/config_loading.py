@@ -21,7 +21,8 @@ from hydra.errors import HydraException
 from omegaconf import OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 
-from hybridrl.config import validate_all
+from hybridrl.algorithms.combinations import check_combination
+from hybridrl.config import AlgorithmConfig, validate_all
 from hybridrl.config_reference import Option, options_of, own_options
 from hybridrl.errors import ConfigError, unknown
 
@@ -55,7 +56,26 @@ def load(name: str, config_class: type[Config], overrides: Sequence[str] = (), f
     except (HydraException, OmegaConfBaseException, yaml.YAMLError) as error:
         raise ConfigError(_explain(error, config_class, overrides, file)) from None
     validate_all(config)
+    if hasattr(config, "algorithm"):
+        _check_algorithm(config.algorithm)
     return config
+
+
+def _check_algorithm(cfg: AlgorithmConfig) -> None:
+    """Raise ConfigError for names, options and combinations that the algorithm tables refuse."""
+    try:
+        check_combination(
+            advantage=cfg.advantage.name,
+            advantage_options=cfg.advantage.options,
+            loss=cfg.loss.name,
+            loss_options=cfg.loss.options,
+            aggregation=cfg.aggregation,
+            corrections={choice.name: choice.options for choice in cfg.corrections},
+            kl_estimator=cfg.kl.estimator,
+            num_responses=cfg.responses_per_prompt,
+        )
+    except ConfigError as error:
+        raise ConfigError(f"algorithm: {error}".replace("num_responses", "responses_per_prompt")) from None
 
 
 def to_yaml(config: Any) -> str:

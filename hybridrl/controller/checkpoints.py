@@ -186,10 +186,8 @@ def _size(folder: Path) -> str:
 
 def _words(num_bytes: float) -> str:
     """A size in the largest unit that leaves at least 1."""
-    for unit in ("bytes", "KiB", "MiB", "GiB"):
-        if num_bytes < 1024:
-            break
+    units = ["bytes", "KiB", "MiB", "GiB", "TiB"]
+    while num_bytes >= 1024 and len(units) > 1:
         num_bytes /= 1024
-    else:
-        unit = "TiB"
-    return f"{num_bytes:.1f} {unit}" if unit != "bytes" else f"{num_bytes:.0f} bytes"
+        units.pop(0)
+    return f"{num_bytes:.0f} {units[0]}" if num_bytes >= 10 or units[0] == "bytes" else f"{num_bytes:.1f} {units[0]}"

@@ -70,7 +70,7 @@ def changed_options(folder: Path, config: Any) -> list[str]:
     try:
         old = dict(_flat(yaml.safe_load((folder / "config.yaml").read_text())))
     except (yaml.YAMLError, AttributeError):
-        raise ConfigError(f"{folder}/config.yaml is no valid YAML; restore it or choose another trainer.run_dir.") from None
+        raise ConfigError(f"{folder}/config.yaml can't be read; restore it or choose another trainer.run_dir.") from None
     new = dict(_flat(asdict(config)))
     keys = [key for key in {**old, **new} if old.get(key) != new.get(key) and key != "trainer.run_dir"]
     return [f"{key}: {old.get(key, 'unset')} -> {new.get(key, 'unset')}" for key in keys]
