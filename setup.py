@@ -13,7 +13,7 @@ setup(
     description="RL post-training of language models: vLLM rollouts and FSDP2 training in the same processes.",
     long_description=README.read_text(encoding="utf-8") if README.exists() else "",
     long_description_content_type="text/markdown",
-    license="Apache-2.0",
+    license_expression="Apache-2.0",
     license_files=["LICENSE"],
     classifiers=[
         "Operating System :: POSIX :: Linux",
