@@ -17,7 +17,7 @@ import torch
 from torch import Tensor
 
 from hybridrl.algorithms.columns import check_tokens
-from hybridrl.algorithms.masked import LOG_RATIO_LIMIT, log_ratio, row_mean, select
+from hybridrl.algorithms.masked import LOG_RATIO_LIMIT, finite, log_ratio, row_mean, select
 from hybridrl.algorithms.tables import Table, option
 from hybridrl.errors import ConfigError
 
@@ -54,7 +54,7 @@ def _ratios(old_log_probs: Tensor, rollout_log_probs: Tensor, mask: Tensor) -> R
     check_tokens(mask, old_log_probs=old_log_probs, rollout_log_probs=rollout_log_probs)
     old, rollout = old_log_probs.detach().double(), rollout_log_probs.detach().double()
     # A row with a token of probability 0 can't be weighed: it is rejected whole.
-    broken = (mask & ~(old - rollout).isfinite()).any(dim=1, keepdim=True)
+    broken = (mask & ~finite(old - rollout)).any(dim=1, keepdim=True)
     mask = mask & ~broken
     log = log_ratio(old, rollout, mask)
     limit = LOG_RATIO_LIMIT
@@ -322,7 +322,8 @@ def correct(
     combined = Correction(select(weights, keep), keep)
     if not self_normalise:
         return combined
-    per_row = bool(weighing) and "sequence" in CORRECTIONS[weighing[0]].traits
+    deciding = weighing or list(chosen)  # the scheme with the weight, or else all masks
+    per_row = bool(deciding) and all("sequence" in CORRECTIONS[name].traits for name in deciding)
     return self_normalised(combined, mask, per_row=per_row)
 
 

@@ -7,7 +7,7 @@ from torch import Tensor
 
 from hybridrl.algorithms.advantages import ADVANTAGES, Advantages, cast, output_dtype
 from hybridrl.algorithms.columns import check_rows, check_tokens
-from hybridrl.algorithms.masked import select, whiten
+from hybridrl.algorithms.masked import finite, select, whiten
 from hybridrl.algorithms.returns import backward_scan, folded_rewards
 from hybridrl.algorithms.tables import option
 
@@ -59,9 +59,10 @@ def gae_advantages(
     check_tokens(mask, values=values)
     check_rows(mask, bootstrap_values=bootstrap_values)
     folded, valid = folded_rewards(mask, rewards, token_rewards)
-    valid = valid & (values.isfinite() | ~mask).all(dim=1)
+    known = finite(values)
+    valid = valid & (known | ~mask).all(dim=1)
     keep = mask & valid[:, None]
-    value = torch.where(mask & values.isfinite(), values.double(), 0.0)
+    value = torch.where(mask & known, values.double(), 0.0)
     last = torch.zeros_like(value[:, :1]) if bootstrap_values is None else bootstrap_values.double()[:, None]
     delta = select(folded + gamma * _next_value(value, mask, last.nan_to_num(posinf=0, neginf=0)) - value, keep)
 

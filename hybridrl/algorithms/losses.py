@@ -16,7 +16,7 @@ from torch import Tensor
 
 from hybridrl.algorithms.columns import check_tokens
 from hybridrl.algorithms.keep_masks import KEEP_MASKS
-from hybridrl.algorithms.masked import at_least_float32, exp_clamped, select
+from hybridrl.algorithms.masked import at_least_float32, count_true, exp_clamped, finite, select
 from hybridrl.algorithms.partials import Mean
 from hybridrl.algorithms.tables import Table, option
 from hybridrl.errors import ConfigError
@@ -51,7 +51,7 @@ def clean(log_probs: Tensor, old_log_probs: Tensor, advantages: Tensor, mask: Te
     new, old = at_least_float32(log_probs), at_least_float32(old_log_probs.detach())
     score = at_least_float32(advantages.detach())
     difference = new - old
-    usable = mask & (difference.detach() + score).isfinite()
+    usable = mask & finite(difference.detach() + score)
     zero = difference.new_zeros(())
     return Tokens(
         torch.where(usable, new, zero),
@@ -63,12 +63,12 @@ def clean(log_probs: Tensor, old_log_probs: Tensor, advantages: Tensor, mask: Te
 
 def fraction(flags: Tensor, mask: Tensor) -> Mean:
     """Share of trainable tokens where `flags` is true."""
-    return Mean((flags & mask).sum(), mask.sum())
+    return Mean(count_true(flags & mask), count_true(mask))
 
 
 def masked_loss(loss: Tensor, tokens: Tokens, mask: Tensor, **metrics: Mean) -> PolicyLoss:
     """Zero the unusable tokens and report their share with the other metrics."""
-    nonfinite = Mean(mask.sum() - tokens.usable.sum(), mask.sum())
+    nonfinite = Mean(count_true(mask) - count_true(tokens.usable), count_true(mask))
     return PolicyLoss(select(loss, tokens.usable), {**metrics, "nonfinite_frac": nonfinite})
 
 
@@ -123,26 +123,29 @@ def ppo_clip(
 def clipped_surrogate(
     ratio: Tensor, tokens: Tokens, mask: Tensor, clip_low: float, clip_high: float, dual_clip: float | None
 ) -> tuple[Tensor, dict[str, Mean]]:
-    """The maximum of the two branches, written as one ratio bounded on the side that the advantage's sign allows.
+    """max(-A rho, -A clip(rho)) and, where A < 0, at most -dual_clip * A; with the shares of clipped tokens.
 
-    Where A > 0 only the upper bound can bind, where A < 0 only the lower one and the dual bound; a bound that
-    binds has no gradient.
+    Where the second branch is strictly larger the ratio is outside its bound, so it has no gradient.
     """
-    up, down = tokens.advantages > 0, tokens.advantages < 0
-    infinity = ratio.new_full((), torch.inf)
-    ceiling = infinity if dual_clip is None else ratio.new_full((), dual_clip)
-    high = torch.where(up, ratio.new_full((), 1 + clip_high), torch.where(down, ceiling, infinity))
-    low = torch.where(down, ratio.new_full((), 1 - clip_low), -infinity)
-    value = ratio.detach()
-    over, under = value > high, value < low
+    negative = -tokens.advantages
+    plain = negative * ratio
+    value, clipped = plain.detach(), negative * ratio.detach().clamp(1 - clip_low, 1 + clip_high)
+    hit = clipped > value
+    loss = torch.where(hit, clipped, plain)
+    falling = hit & (negative > 0)
+    total, low = count_true(mask), count_true(falling & mask)
+    both = count_true(hit & mask)
     metrics = {
-        "clipfrac_low": fraction(under, mask),
-        "clipfrac_high": fraction(over & up, mask),
-        "clipfrac": fraction(under | (over & up), mask),
+        "clipfrac_low": Mean(low, total),
+        "clipfrac_high": Mean(both - low, total),
+        "clipfrac": Mean(both, total),
     }
     if dual_clip is not None:
-        metrics["clipfrac_dual"] = fraction(over & down, mask)
-    return -tokens.advantages * ratio.clamp(low, high), metrics
+        bound = negative * dual_clip
+        over = (negative > 0) & (value > bound)
+        loss = torch.where(over, bound, loss)
+        metrics["clipfrac_dual"] = Mean(count_true(over & mask), total)
+    return loss, metrics
 
 
 @POLICY_LOSSES.register("reinforce", aggregation="seq-mean-token-sum")

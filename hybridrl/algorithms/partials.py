@@ -131,7 +131,7 @@ def finalize(metrics: Mapping[str, Partial]) -> dict[str, float]:
 
 def mean_of(x: Tensor, mask: Tensor) -> Mean:
     """Sum and count of x where mask is true, summed in float64."""
-    return Mean(torch.where(mask, x.detach().double(), 0.0).sum(), mask.sum())
+    return Mean(torch.where(mask, x.detach(), 0).sum(dtype=torch.float64), mask.count_nonzero())
 
 
 def min_of(x: Tensor, mask: Tensor) -> Min:

@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from hybridrl.algorithms.columns import check_rows, check_tokens
-from hybridrl.algorithms.masked import last_trainable, select
+from hybridrl.algorithms.masked import finite, last_trainable, select
 from hybridrl.errors import BatchError
 
 
@@ -26,9 +26,11 @@ def place_outcome(rewards: Tensor, mask: Tensor) -> Tensor:
         BatchError: shapes or dtypes don't fit.
     """
     check_rows(mask, rewards=rewards)
-    columns = torch.arange(mask.shape[1], device=mask.device)
-    here = columns == last_trainable(mask)[:, None]
-    return torch.where(here, rewards[:, None], rewards.new_zeros(()))
+    placed = torch.zeros(mask.shape, dtype=rewards.dtype, device=mask.device)
+    if mask.shape[1] == 0:
+        return placed
+    last = last_trainable(mask)
+    return placed.scatter_(1, last.clamp(min=0)[:, None], torch.where(last >= 0, rewards, 0.0)[:, None])
 
 
 def fold_rewards(token_rewards: Tensor, mask: Tensor) -> Tensor:
@@ -69,7 +71,7 @@ def folded_rewards(mask: Tensor, rewards: Tensor | None, token_rewards: Tensor |
     if token_rewards is None:
         assert rewards is not None
         return place_outcome(torch.where(valid, rewards.double(), 0.0), mask), valid
-    valid = valid & token_rewards.isfinite().all(dim=1)
+    valid = valid & finite(token_rewards).all(dim=1)
     return fold_rewards(torch.where(valid[:, None], token_rewards.double(), 0.0), mask), valid
 
 

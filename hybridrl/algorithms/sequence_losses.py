@@ -19,7 +19,7 @@ from hybridrl.algorithms.losses import (
     fraction,
     masked_loss,
 )
-from hybridrl.algorithms.masked import LOG_RATIO_LIMIT, exp_clamped, select
+from hybridrl.algorithms.masked import LOG_RATIO_LIMIT, count_true, exp_clamped, select
 from hybridrl.algorithms.partials import Mean
 from hybridrl.algorithms.tables import option
 
@@ -57,7 +57,7 @@ def gspo(
     """
     tokens = clean(log_probs, old_log_probs, advantages, mask)
     total = tokens.log_ratio.detach().sum(dim=1, keepdim=True, dtype=torch.float64)
-    mean = (total / mask.sum(dim=1, keepdim=True).clamp(min=1)).to(tokens.log_ratio.dtype)
+    mean = (total / mask.count_nonzero(dim=1)[:, None].clamp(min=1)).to(tokens.log_ratio.dtype)
     ratio = exp_clamped(mean) * _unit_with_gradient(tokens, mean.abs() <= LOG_RATIO_LIMIT)
     loss, metrics = clipped_surrogate(ratio, tokens, mask, clip_low, clip_high, None)
     return masked_loss(loss, tokens, mask, **metrics)
@@ -112,15 +112,17 @@ def gmpo(
         weights = select(correction_weights.detach(), mask)
         kept = kept & (weights > 0)
         z = z + torch.where(kept, weights, 1.0).log()
-    count = kept.sum(dim=1, keepdim=True).clamp(min=1)
-    ratio = exp_clamped(select(z, kept).sum(dim=1, keepdim=True) / count)
-    row_advantage = select(tokens.advantages, kept).sum(dim=1, keepdim=True) / count
+    count = kept.count_nonzero(dim=1)[:, None].clamp(min=1)
+    mean = select(z, kept).sum(dim=1, keepdim=True, dtype=torch.float64) / count
+    ratio = exp_clamped(mean).to(d.dtype)
+    total = select(tokens.advantages, kept).sum(dim=1, keepdim=True, dtype=torch.float64)
+    row_advantage = (total / count).to(tokens.advantages.dtype)
     loss = select((-row_advantage * ratio).expand(mask.shape), mask)
     metrics = {
         "clipfrac_low": fraction(under, mask),
         "clipfrac_high": fraction(over, mask),
         "clipfrac": fraction(over | under, mask),
-        "nonfinite_frac": Mean(mask.sum() - tokens.usable.sum(), mask.sum()),
+        "nonfinite_frac": Mean(count_true(mask) - count_true(tokens.usable), count_true(mask)),
     }
     return PolicyLoss(loss, metrics)
 
@@ -145,6 +147,7 @@ def sequence_clip(
     Source: RLOO, arXiv:2402.14740.
     """
     tokens = clean(log_probs, old_log_probs, advantages, mask)
-    ratio = exp_clamped(tokens.log_ratio.sum(dim=1, keepdim=True)).expand(mask.shape)
+    total = tokens.log_ratio.sum(dim=1, keepdim=True, dtype=torch.float64)
+    ratio = exp_clamped(total).to(tokens.log_ratio.dtype).expand(mask.shape)
     loss, metrics = clipped_surrogate(ratio, tokens, mask, clip_low, clip_high, dual_clip)
     return masked_loss(loss, tokens, mask, **metrics)

@@ -5,7 +5,7 @@ from torch import Tensor
 
 from hybridrl.algorithms.columns import check_tokens
 from hybridrl.algorithms.losses import PolicyLoss, fraction
-from hybridrl.algorithms.masked import at_least_float32
+from hybridrl.algorithms.masked import at_least_float32, count_true, finite
 from hybridrl.algorithms.partials import ExplainedVariance, Mean, moments_of
 from hybridrl.errors import ConfigError
 
@@ -31,12 +31,12 @@ def value_loss(
         raise ConfigError(f"clip must be at least 0 or None, got {clip}.")
     check_tokens(mask, values=values, old_values=old_values, returns=returns)
     value, old, target = (at_least_float32(x) for x in (values, old_values.detach(), returns.detach()))
-    usable = mask & (value.detach() + old + target).isfinite()
+    usable = mask & finite(value + old + target)
     value, old, target = (torch.where(usable, x, x.new_zeros(())) for x in (value, old, target))
     error = (value - target).square()
-    nonfinite = Mean(mask.sum() - usable.sum(), mask.sum())
+    nonfinite = Mean(count_true(mask) - count_true(usable), count_true(mask))
     if clip is None:
-        none = Mean(mask.sum() * 0, mask.sum())
+        none = Mean(0, count_true(mask))
         return PolicyLoss(0.5 * error, {"vf_clipfrac": none, "nonfinite_frac": nonfinite})
     clipped = (value.clamp(old - clip, old + clip) - target).square()
     larger = clipped.detach() > error.detach()
