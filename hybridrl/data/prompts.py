@@ -14,12 +14,11 @@ from tensordict import TensorDict
 
 from hybridrl.batch import make_batch
 from hybridrl.config import DataConfig
-from hybridrl.data.sources import BadRows, Row, missing_field, read_rows, source_name
+from hybridrl.data.fields import Messages, present, prompt_of, response_of
+from hybridrl.data.sources import BadRows, Row, read_rows, source_name
 from hybridrl.errors import DataError, ModelError
 
 ROWS_PER_TOKENIZATION = 1024
-
-Messages = list[dict[str, Any]]
 
 log = logging.getLogger(__name__)
 
@@ -136,7 +135,9 @@ def _report(counts: dict[str, int], sizes: list[int], max_tokens: int, bad: BadR
     """Log what was left out; raise DataError when nothing is left."""
     left_out = []
     if counts["overlong"]:
-        left_out.append(f"{counts['overlong']} over {max_tokens} tokens (the longest has {max(sizes)})")
+        shortest = min(size for size in sizes if size > max_tokens)
+        left_out.append(f"{counts['overlong']} over {max_tokens} tokens (the shortest of them has {shortest}, "
+                        f"the longest {max(sizes)})")
     if counts["malformed"]:
         left_out.append(f"{counts['malformed']} malformed (the first: {bad.first})")
     total = counts["rows"] + counts["overlong"] + counts["malformed"]
@@ -155,63 +156,16 @@ def _examples(cfg: DataConfig, bad: BadRows, key: str, with_responses: bool) -> 
     answer_field = "" if is_task or with_responses else cfg.answer_field
     for number, row in read_rows(cfg, bad, [name for name in (prompt_field, answer_field) if name], key):
         try:
-            prompt, response = _prompt(cfg, row, prompt_field), None
+            prompt, response = prompt_of(row, prompt_field, cfg.chat_template), None
             if with_responses:
-                prompt, response = _response(cfg, row, prompt)
+                prompt, response = response_of(row, prompt, cfg.response_field, prompt_field)
             elif isinstance(prompt, list) and prompt[-1]["role"] == "assistant":
                 raise DataError(f"field {prompt_field!r} ends with an assistant turn; a prompt ends with another role.")
-            answer = _present(row, answer_field) if answer_field else row.get("answer") if is_task else None
+            answer = present(row, answer_field) if answer_field else row.get("answer") if is_task else None
         except DataError as error:
             bad.add(number, str(error))
         else:
             yield _Example(number, prompt, response, answer, row)
-
-
-def _present(row: Row, name: str) -> Any:
-    if name not in row:
-        raise DataError(missing_field(name, row))
-    if row[name] is None:
-        raise DataError(f"field {name!r} is null.")
-    return row[name]
-
-
-def _text(row: Row, name: str) -> str:
-    value = _present(row, name)
-    if not isinstance(value, str):
-        raise DataError(f"field {name!r} must be text, got {type(value).__name__}.")
-    if not value.strip():
-        raise DataError(f"field {name!r} is empty.")
-    return value
-
-
-def _prompt(cfg: DataConfig, row: Row, name: str) -> str | Messages:
-    """The row's prompt, checked: text or chat messages."""
-    value = _present(row, name)
-    if isinstance(value, str):
-        return _text(row, name)
-    if not isinstance(value, list):
-        raise DataError(f"field {name!r} must be text or a list of chat messages, got {type(value).__name__}.")
-    if not value:
-        raise DataError(f"field {name!r} is empty.")
-    if not cfg.chat_template:
-        raise DataError(f"field {name!r} holds chat messages, which need chat_template=true.")
-    for i, message in enumerate(value):
-        if not isinstance(message, dict) or not all(isinstance(message.get(k), str) for k in ("role", "content")):
-            raise DataError(f"field {name!r}, message {i + 1} must be an object with texts role and content, "
-                            f"got {str(message)[:80]}.")
-    # Columnar files fill absent keys with nulls, which templates would take for given ones.
-    return [{k: v for k, v in message.items() if v is not None} for message in value]
-
-
-def _response(cfg: DataConfig, row: Row, prompt: str | Messages) -> tuple[str | Messages, str]:
-    """Prompt and response of an SFT row."""
-    if isinstance(prompt, list) and prompt[-1]["role"] == "assistant":
-        if len(prompt) == 1:
-            raise DataError(f"field {cfg.prompt_field!r} has no turn before the assistant's.")
-        if not prompt[-1]["content"].strip():
-            raise DataError(f"field {cfg.prompt_field!r} ends with an empty assistant turn.")
-        return prompt[:-1], prompt[-1]["content"]
-    return prompt, _text(row, cfg.response_field)
 
 
 def _tokenized(cfg: DataConfig, tokenizer: Any, examples: list[_Example],
