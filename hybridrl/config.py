@@ -275,8 +275,8 @@ class AlgorithmConfig:
     """Entry of `POLICY_LOSSES`."""
     aggregation: str = "token-mean"
     """Entry of `AGGREGATIONS`."""
-    correction: Choice = field(default_factory=lambda: Choice(name="token_tis"))
-    """Entry of `CORRECTIONS` for the gap between rollout and training log-probs; an empty name turns it off."""
+    corrections: list[Choice] = field(default_factory=lambda: [Choice(name="token_tis")])
+    """Entries of `CORRECTIONS` for the gap between rollout and training log-probs; `[]` turns them off."""
     kl: KLConfig = field(default_factory=KLConfig)
     mini_batches: int = 1
     """Optimizer steps per batch."""
@@ -419,7 +419,7 @@ class EvaluateConfig:
     """Seed of sampling."""
     policy: EvaluatedPolicyConfig = field(default_factory=EvaluatedPolicyConfig)
     """The model and how it samples."""
-    data: EvalDataConfig = field(default_factory=EvalDataConfig)
+    data: DataConfig = field(default_factory=DataConfig)
     """The problems."""
     reward: RewardConfig = field(default_factory=RewardConfig)
     """How responses are scored."""
@@ -437,7 +437,6 @@ class EvaluateConfig:
     def validate(self) -> None:
         ranks, shared = self.cluster.ranks, self.policy.rollout.tensor_parallel
         check(ranks % shared == 0, "cluster.ranks", ranks, f"a multiple of policy.rollout.tensor_parallel={shared}")
-        check(self.data.enabled, "data.path", self.data.path, "a path, or give data.source=reasoning_gym and data.task")
         check(self.max_prompts >= 0, "max_prompts", self.max_prompts, "at least 0")
         check(self.samples_per_prompt >= 1, "samples_per_prompt", self.samples_per_prompt, "at least 1")
         for k in self.k:

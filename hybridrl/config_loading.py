@@ -40,14 +40,14 @@ def load(name: str, config_class: type[Config], overrides: Sequence[str] = (), f
         file: a YAML file of differences; it may have a `defaults` list that overrides groups.
     Raises ConfigError, in one line.
     """
-    store = ConfigStore.instance()
+    groups, store = groups_of(name), ConfigStore.instance()
     store.store(name="schema", node=config_class)
     layers = [name]
     if file is not None:
         store.store(name="file", node=_read(Path(file), overrides))
         layers.append("file")
     store.store(name="main", node={"defaults": [*layers, "_self_"]})
-    overrides = [_checked(text, config_class, groups_of(name)) for text in overrides]
+    overrides = [_checked(text, config_class, groups) for text in overrides]
     try:
         with initialize_config_dir(str(CONFIG_DIR), version_base="1.3"):
             composed = compose("main", overrides=overrides)
@@ -169,7 +169,7 @@ def _unknown_option(key: str, config_class: type, prefix: str = "") -> str:
     beside = {known.rpartition(".")[2]: known for known in keys if known.rpartition(".")[0] == group}
     guesses = [beside[name] for name in difflib.get_close_matches(last, beside, n=3, cutoff=0.6)]
     guesses = guesses or [known for known in keys if known.rpartition(".")[2] == last][:3]
-    guesses = guesses or difflib.get_close_matches(key, keys, n=1, cutoff=0.8)
+    guesses = guesses or ([] if beside else difflib.get_close_matches(key, keys, n=1, cutoff=0.8))
     if guesses:
         return f"Unknown option {key!r}. Did you mean {' or '.join(guesses)}?"
     return f"Unknown option {key!r}. Choices: {', '.join(beside.values() or (k for k in keys if '.' not in k))}."

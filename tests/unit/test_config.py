@@ -1,0 +1,384 @@
+"""Options: what composes, and the one line that each mistake gets."""
+
+import dataclasses
+import inspect
+import os
+import subprocess
+import sys
+from dataclasses import dataclass, field
+from pathlib import Path
+
+import pytest
+import yaml
+
+from hybridrl import config
+from hybridrl.config import RECIPES, Choice, GRPOConfig, RewardFunctionConfig, TrainerConfig, validate_all
+from hybridrl.config_loading import CONFIG_DIR, groups_of, load, to_yaml
+from hybridrl.config_reference import field_docs, options_of, reference
+from hybridrl.errors import ConfigError
+
+ROOT = Path(__file__).resolve().parents[2]
+NEEDED = {
+    "grpo": ["policy.model.path=m", "data.path=d"],
+    "sft": ["policy.model.path=m", "data.path=d"],
+    "evaluate": ["policy.model.path=m", "data.path=d"],
+}
+
+
+def grpo(*overrides, **keywords):
+    return load("grpo", GRPOConfig, [*NEEDED["grpo"], *overrides], **keywords)
+
+
+def refusal(*overrides, **keywords):
+    with pytest.raises(ConfigError) as caught:
+        grpo(*overrides, **keywords)
+    assert "\n" not in str(caught.value)
+    return str(caught.value)
+
+
+@pytest.fixture
+def my_yaml(tmp_path):
+    def write(text):
+        file = tmp_path / "my.yaml"
+        file.write_text(text)
+        return file
+    return write
+
+
+# What composes
+
+
+@pytest.mark.parametrize("recipe", sorted(RECIPES))
+def test_every_recipe_loads_with_its_required_options_only(recipe):
+    loaded = load(recipe, RECIPES[recipe], NEEDED[recipe])
+    assert type(loaded) is RECIPES[recipe]
+    assert loaded.policy.model.path == "m"
+
+
+@pytest.mark.parametrize("choice", groups_of("grpo")["algorithm"])
+def test_every_algorithm_loads(choice):
+    assert grpo(f"algorithm={choice}").algorithm.advantage.name == choice
+
+
+def test_every_experiment_loads_with_one_of_the_recipes():
+    for experiment in (path.stem for path in (CONFIG_DIR / "experiment").glob("*.yaml")):
+        refusals = []
+        for recipe, cls in RECIPES.items():
+            try:
+                load(recipe, cls, [*NEEDED[recipe], f"experiment={experiment}"])
+            except ConfigError as error:
+                refusals.append(str(error))
+        assert len(refusals) < len(RECIPES), refusals
+
+
+def test_defaults_are_those_of_the_classes():
+    loaded = grpo()
+    expected = GRPOConfig()
+    expected.policy.model.path, expected.data.path = "m", "d"
+    assert loaded == expected
+
+
+@pytest.mark.parametrize(
+    ("override", "read", "expected"),
+    [
+        ("trainer.steps=7", lambda c: c.trainer.steps, 7),
+        ("policy.training.learning_rate=1e-5", lambda c: c.policy.training.learning_rate, 1e-5),
+        ("policy.training.learning_rate=1", lambda c: c.policy.training.learning_rate, 1.0),
+        ("policy.training.gradient_checkpointing=true", lambda c: c.policy.training.gradient_checkpointing, True),
+        ("data.path='a, b'", lambda c: c.data.path, "a, b"),
+        ("data.path=7", lambda c: c.data.path, "7"),
+        ("trainer.trackers=[]", lambda c: c.trainer.trackers, []),
+        ("trainer={steps: 4}", lambda c: c.trainer.steps, 4),
+        ("++trainer.steps=7", lambda c: c.trainer.steps, 7),
+        ("trainer.steps=${seed}", lambda c: c.trainer.steps, 0),
+        ("data.task_options.min_terms=2", lambda c: c.data.task_options, {"min_terms": 2}),
+        ("+data.task_options.min_terms=2", lambda c: c.data.task_options, {"min_terms": 2}),
+        ("data.task_options={a: 1, b: [x]}", lambda c: c.data.task_options, {"a": 1, "b": ["x"]}),
+        ("reward.functions.0.name=numeric", lambda c: c.reward.functions, [RewardFunctionConfig(name="numeric")]),
+        ("reward.functions=[{name: numeric, weight: 2}]", lambda c: c.reward.functions,
+         [RewardFunctionConfig(name="numeric", weight=2.0)]),
+        ("algorithm.advantage.options.std=batch", lambda c: c.algorithm.advantage,
+         Choice(name="grpo", options={"std": "batch"})),
+        ("+algorithm=rloo", lambda c: c.algorithm.advantage.name, "rloo"),
+        ("~algorithm", lambda c: c.algorithm.advantage.name, "grpo"),
+    ],
+)
+def test_overrides_read_as_in_hydra(override, read, expected):
+    assert read(grpo(override)) == expected
+
+
+def test_an_entry_of_a_mapping_can_be_removed(my_yaml):
+    file = my_yaml("data: {task_options: {a: 1, b: 2}}")
+    assert grpo("~data.task_options.a", file=file).data.task_options == {"b": 2}
+
+
+def test_layers_win_in_the_documented_order(my_yaml):
+    file = my_yaml("defaults: [{override /algorithm: rloo}]\ntrainer: {steps: 11, eval_prompts: 12}\n")
+    loaded = grpo("trainer.steps=3", file=file)
+    assert loaded.algorithm.advantage.name == "rloo" and loaded.algorithm.aggregation == "seq-mean-token-sum"
+    assert (loaded.trainer.steps, loaded.trainer.eval_prompts) == (3, 12)
+    assert grpo().trainer.steps == TrainerConfig().steps, "a file must not stay for the next load"
+
+
+def test_a_written_config_reads_back_as_itself(my_yaml):
+    loaded = grpo("algorithm=rloo", "data.task_options={a: 1e-6, b: yes, c: '1'}", "policy.training.learning_rate=3e-7")
+    assert load("grpo", GRPOConfig, file=my_yaml(to_yaml(loaded))) == loaded
+
+
+def test_loading_leaves_the_working_directory_alone(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    grpo("algorithm=rloo")
+    assert Path.cwd() == tmp_path and not list(tmp_path.iterdir())
+
+
+def test_a_config_class_of_the_user_may_have_more_options():
+    @dataclass(kw_only=True, slots=True)
+    class Mine(GRPOConfig):
+        bonus: float = 0.5
+
+    assert load("grpo", Mine, [*NEEDED["grpo"], "bonus=2"]).bonus == 2.0
+
+
+# What is refused, and how
+
+
+@pytest.mark.parametrize(
+    ("override", "message"),
+    [
+        ("trainer.stepz=3", "Unknown option 'trainer.stepz'. Did you mean trainer.steps?"),
+        ("+trainer.stepz=3", "Unknown option 'trainer.stepz'. Did you mean trainer.steps?"),
+        ("++trainer.stepz=3", "Unknown option 'trainer.stepz'. Did you mean trainer.steps?"),
+        ("trainer={stepz: 3}", "Unknown option 'trainer.stepz'. Did you mean trainer.steps?"),
+        ("steps=3", "Unknown option 'steps'. Did you mean trainer.steps?"),
+        ("tariner.steps=3", "Unknown option 'tariner.steps'. Did you mean trainer.steps?"),
+        ("algorithm.kl.zzz=3", "Unknown option 'algorithm.kl.zzz'. Choices: algorithm.kl.coefficient, "
+                               "algorithm.kl.estimator."),
+        ("zzz=3", "Unknown option 'zzz'. Choices: " + ", ".join(f.name for f in dataclasses.fields(GRPOConfig)) + "."),
+        ("hydra.run.dir=x", "Unknown option 'hydra.run.dir'."),
+        ("reward.functions.0.nam=x", "Did you mean reward.functions[].name?"),
+        ("reward.functions=[{nam: x}]", "Did you mean reward.functions[].name?"),
+        ("algorithm=gpro", "Unknown algorithm 'gpro'. Did you mean grpo?"),
+        ("experiment=nope", "Unknown experiment 'nope'."),
+        ("trainer.steps=abc", "trainer.steps must be a whole number, got 'abc'."),
+        ("trainer.steps=1.5", "trainer.steps must be a whole number, got '1.5'."),
+        ("trainer.steps=null", "trainer.steps must be a whole number, got 'null'."),
+        ("seed=[1]", "seed must be a whole number, got '[1]'."),
+        ("trainer=3", "trainer must be a group of options (trainer.name=value), got '3'."),
+        ("trainer.trackers=wandb", "trainer.trackers must be a list, got 'wandb'."),
+        ("policy.training.gradient_checkpointing=maybe",
+         "policy.training.gradient_checkpointing must be true or false, got 'maybe'."),
+        ("reward.functions=[{weight: x}]", "reward.functions[].weight must be a number, got 'x'."),
+        ("trainer.steps", "Can't read 'trainer.steps': options are written key=value"),
+        ("trainer.steps=[1", "Can't read 'trainer.steps=[1'"),
+        ("", "Can't read ''"),
+        ("trainer.steps=1,2", "one value is needed; a list is written trainer.steps=[a,b]."),
+        ("~trainer.steps", "trainer.steps can't be removed"),
+        ("trainer.steps=${nope}", "trainer.steps: Interpolation key 'nope' not found"),
+        ("trainer.trackers=[wanb]", "Unknown choice 'wanb'. Did you mean wandb?"),
+        ("trainer.steps=-1", "trainer.steps must be at least 0, got -1."),
+        ("data.path=''", "data.path must be a path with source=jsonl, got ''."),
+        ("eval_data.source=reasoning_gym", "eval_data.task must be a reasoning-gym task"),
+    ],
+)
+def test_a_wrong_option_gets_one_line(override, message):
+    assert message in refusal(override)
+
+
+@pytest.mark.parametrize(
+    ("overrides", "message"),
+    [
+        (["cluster.ranks=3", "policy.rollout.tensor_parallel=2"],
+         "cluster.ranks must be a multiple of policy.rollout.tensor_parallel=2, got 3."),
+        (["algorithm.mini_batches=5", "trainer.prompts_per_step=4"],
+         "algorithm.mini_batches must be at most trainer.prompts_per_step=4, got 5."),
+        (["algorithm.responses_per_prompt=1"], "responses_per_prompt must be at least 2 with advantage 'grpo'"),
+        (["algorithm=rloo", "algorithm.responses_per_prompt=1"], "at least 2 with advantage 'rloo'"),
+        (["trainer.eval_every=5"], "trainer.eval_every must be 0 while eval_data names no problems"),
+        (["cluster.backend=local", "cluster.ranks=2"], "cluster.ranks must be 1 with cluster.backend=local, got 2."),
+        (["algorithm.advantage.name=gpro"], "Unknown advantage 'gpro'. Did you mean grpo"),
+        (["algorithm.loss.options.clip_hi=1"], "Did you mean clip_high"),
+        (["algorithm.kl.estimator=k9"], "Unknown kl estimator 'k9'"),
+    ],
+)
+def test_impossible_combinations_are_refused(overrides, message):
+    assert message in refusal(*overrides)
+
+
+def test_one_response_is_fine_without_groups():
+    assert grpo("algorithm=reinforce", "algorithm.responses_per_prompt=1").algorithm.responses_per_prompt == 1
+
+
+@pytest.mark.parametrize(
+    ("text", "message"),
+    [
+        ("trainer: {stepz: 3}", "Unknown option 'trainer.stepz'. Did you mean trainer.steps? (in {file})"),
+        ("stepz: 3", "Unknown option 'stepz'."),
+        ("trainer: {steps: x}", "trainer.steps must be a whole number, got 'x' (in {file})."),
+        ("trainer: [", "{file} is no valid YAML"),
+        ("- 1", "{file} must hold a mapping of options, got list."),
+        ("defaults: [{override /algorithm: rlo}]", "Unknown algorithm 'rlo'. Did you mean rloo?"),
+    ],
+)
+def test_a_wrong_file_is_named(my_yaml, text, message):
+    file = my_yaml(text)
+    assert message.format(file=file) in refusal(file=file)
+
+
+def test_a_missing_file_is_named(tmp_path):
+    assert f"Can't read the config file {tmp_path}/none.yaml" in refusal(file=tmp_path / "none.yaml")
+
+
+def test_a_group_that_the_file_would_overrule_is_refused(my_yaml):
+    file = my_yaml("algorithm: {epochs: 2}")
+    assert "algorithm=rloo would be overruled" in refusal("algorithm=rloo", file=file)
+    assert grpo("algorithm.epochs=3", file=file).algorithm.epochs == 3
+
+
+def test_an_unknown_recipe_names_the_known_ones():
+    with pytest.raises(ConfigError, match="Unknown recipe config 'grop'. Did you mean grpo"):
+        load("grop", GRPOConfig)
+
+
+def test_validate_all_goes_inside_out_and_hands_out_keys():
+    seen = []
+
+    @dataclass
+    class Leaf:
+        def validate(self, key):
+            seen.append(key)
+
+    @dataclass
+    class Root:
+        one: Leaf = field(default_factory=Leaf)
+        many: list = field(default_factory=lambda: [Leaf(), Leaf()])
+
+        def validate(self):
+            seen.append("root")
+
+    validate_all(Root())
+    assert seen == ["one", "many[0]", "many[1]", "root"]
+
+
+# Documentation
+
+
+def test_every_option_is_documented():
+    undocumented = {
+        option.key for cls in RECIPES.values() for option in options_of(cls)
+        if not option.doc and option.item is not option.type
+    }
+    assert not undocumented
+
+
+def test_field_docs_are_those_beneath_the_fields():
+    assert field_docs(TrainerConfig)["steps"] == "Steps of the run."
+    assert set(field_docs(config.EvalDataConfig)) == {f.name for f in dataclasses.fields(config.EvalDataConfig)}
+
+
+def test_the_reference_page_is_up_to_date():
+    page = (ROOT / "docs" / "configuration.md").read_text()
+    assert page == reference(), "run: python -m hybridrl.config_reference > docs/configuration.md"
+
+
+def test_the_reference_names_every_option():
+    page = reference()
+    for cls in RECIPES.values():
+        for option in options_of(cls):
+            group = option.key.rpartition(".")[0]  # a class used twice has one table, and a line for the second use
+            assert f"`{option.key}`" in page or f"`{group}`" in page or f"`{option.key}.*`" in page, option.key
+
+
+def test_every_class_with_values_checks_them():
+    unchecked = {
+        option.item.__name__ for cls in RECIPES.values() for option in options_of(cls)
+        if option.item and not hasattr(option.item, "validate")
+        and any(o.type in (int, float) for o in options_of(option.item) if "." not in o.key)
+    }
+    assert unchecked <= {"RewardFunctionConfig", "KLConfig"}  # any weight; checked by AlgorithmConfig
+
+
+# The command
+
+
+SCRIPT = """
+import sys
+from hybridrl.command_line import recipe
+from hybridrl.config import GRPOConfig
+from hybridrl.errors import DataError, WorkerError
+
+@recipe("grpo", GRPOConfig)
+def main(cfg):
+    '''Train on a task.'''
+    if cfg.seed == 1: raise DataError("data.jsonl, row 3: no field 'prompt'.")
+    if cfg.seed == 2: raise WorkerError("policy", 1, 4, "ValueError: bad", "Traceback of the worker")
+    if cfg.seed == 3: raise KeyboardInterrupt("stopped after step 4")
+    if cfg.seed == 4: raise ZeroDivisionError("a bug")
+    print("steps", cfg.trainer.steps)
+
+if __name__ == "__main__":
+    main()
+"""
+
+
+@pytest.fixture
+def command(tmp_path):
+    script = tmp_path / "script.py"
+    script.write_text(SCRIPT)
+
+    def run(*words, needed=True):
+        words = [*(NEEDED["grpo"] if needed else []), *words]
+        done = subprocess.run([sys.executable, str(script), *words], cwd=tmp_path, capture_output=True, text=True,
+                              timeout=120, env={**os.environ, "PYTHONPATH": str(ROOT)})
+        assert {path.name for path in tmp_path.iterdir()} <= {"script.py", "my.yaml"}, "loading left files behind"
+        return done.returncode, done.stdout, done.stderr
+    return run
+
+
+def test_the_command_runs(command):
+    assert command("trainer.steps=3") == (0, "steps 3\n", "")
+
+
+def test_a_mistake_is_one_line_on_stderr_and_exit_code_2(command):
+    assert command("trainer.stepz=3") == (2, "", "grpo: Unknown option 'trainer.stepz'. Did you mean trainer.steps?\n")
+    assert command("--cgf") == (2, "", "grpo: Unknown flag '--cgf'. Did you mean --cfg, --config? "
+                                       "Choices: --cfg, --config, --help.\n")
+    assert command("--config") == (2, "", "grpo: --config needs a YAML file after it.\n")
+
+
+def test_other_errors_have_their_own_exit_codes(command):
+    assert command("seed=1") == (1, "", "grpo: data.jsonl, row 3: no field 'prompt'.\n")
+    assert command("seed=2") == (1, "", "grpo: policy rank 1 at step 4: ValueError: bad\nTraceback of the worker\n")
+    assert command("seed=3") == (130, "", "grpo: stopped after step 4\n")
+    code, _, stderr = command("seed=4")
+    assert code == 1 and stderr.startswith("Traceback") and "ZeroDivisionError" in stderr
+
+
+def test_cfg_prints_what_would_run(command, my_yaml):
+    code, stdout, _ = command("--config", str(my_yaml("seed: 5")), "--cfg", "algorithm=rloo")
+    printed = yaml.safe_load(stdout)
+    assert code == 0 and printed["seed"] == 5 and printed["algorithm"]["advantage"]["name"] == "rloo"
+
+
+def test_help_is_short_and_names_groups_and_options(command):
+    code, stdout, _ = command("--help", needed=False)
+    assert code == 0 and len(stdout.splitlines()) < 40 and "Train on a task." in stdout
+    for choice in groups_of("grpo")["algorithm"]:
+        assert choice in stdout
+    for name, doc in field_docs(GRPOConfig).items():
+        assert name in stdout and doc in stdout
+
+
+def test_a_recipe_called_with_a_config_just_runs():
+    from hybridrl.command_line import recipe
+
+    got = []
+    main = recipe("grpo", GRPOConfig)(lambda cfg: got.append(cfg))
+    cfg = GRPOConfig()
+    main(cfg)
+    assert got == [cfg] and got[0] is cfg
+
+
+def test_slots_keep_misspelt_attributes_out():
+    for cls in vars(config).values():
+        if inspect.isclass(cls) and dataclasses.is_dataclass(cls):
+            assert "__slots__" in vars(cls), cls
