@@ -38,6 +38,7 @@ def numeric(response: str, answer: Any, *, tolerance: float = 1e-6) -> float:
 def math_verify(response: str, answer: Any) -> float:
     """1 when math-verify finds the response's expression equal to the answer's, else 0.
 
+    The answer is an expression in LaTeX, bare or delimited, or text that holds a delimited one.
     Raises ValueError when the answer is no expression. Source: github.com/huggingface/Math-Verify.
     """
     from math_verify import parse, verify
@@ -45,7 +46,9 @@ def math_verify(response: str, answer: Any) -> float:
     # Its own time limits are off: they would turn a slow comparison into "wrong". It warns of that at each call.
     logging.getLogger("math_verify").setLevel(logging.ERROR)
     truth = _given(answer)
-    gold = parse(truth, parsing_timeout=None) or parse(f"${truth}$", parsing_timeout=None)
+    # Of a bare "x^2 + 1" it would take the last number alone for the expression.
+    delimited = any(mark in truth for mark in ("$", "\\boxed", "\\(", "\\["))
+    gold = parse(truth if delimited else f"${truth}$", parsing_timeout=None)
     if not gold:
         raise ValueError(f"math-verify finds no expression in the reference answer {answer!r}")
     found = parse(response, parsing_timeout=None, raise_on_error=True)

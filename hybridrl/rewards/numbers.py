@@ -11,7 +11,7 @@ _NUMBER = re.compile(
     rf"(?P<sign>{_SIGN})(?:\\[dt]?frac\s*{{\s*(?P<above>-?{_UNSIGNED})\s*}}\s*{{\s*(?P<below>-?{_UNSIGNED})\s*}}"
     rf"|(?P<number>{_UNSIGNED})(?:\s*/\s*(?P<divisor>{_UNSIGNED}))?)"
 )
-_ANSWER_LINE = re.compile(r"\banswer\s*:\s*([^\n]*)", re.IGNORECASE)
+_ANSWER_LINE = re.compile(r"\banswer\s*:[\s*_]*([^\n]*)", re.IGNORECASE)
 _MAX_DIGITS = 1000
 
 
