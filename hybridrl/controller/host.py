@@ -85,8 +85,9 @@ class Host:
         else:
             torch.cuda.set_device(context.device)
 
-    def ping(self) -> None:
-        """Do nothing; what a bare call costs."""
+    def ping(self, value: Any = None) -> Any:
+        """Give back the value: what a bare call on this process costs."""
+        return value
 
     def listen(self, address: str) -> tuple[str, int]:
         """Rank 0: open the store that the ranks meet at; returns its address."""
@@ -120,7 +121,8 @@ class Host:
     def call(self, role: str, method: str, step: int | None, args: tuple, kwargs: dict, reply: str) -> Any:
         """Run a method. `reply`: `value`, `wire` (batches packed), `counted` (row count, then packed) or `none`."""
         self._check()
-        args, kwargs = self._fetch_arguments(role, step, args, kwargs)
+        if args or kwargs:
+            args, kwargs = self._fetch_arguments(role, step, args, kwargs)
         worker = self.workers[role]
         worker.step = step
         try:

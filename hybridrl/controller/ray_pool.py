@@ -35,9 +35,21 @@ class RayHost(Host):
         device = torch.device("cuda", 0) if ray.get_gpu_ids() else torch.device("cpu")
         super().__init__(WorkerContext(rank, world_size, device, "", local_rank), threads, timeout_s, log_file)
 
+    def run(self, arguments: tuple[tuple, dict, str] = ((), {}, "value")) -> Any:
+        """Run the method that the task's name says, see `task_name`."""
+        target, _, step = ray.get_runtime_context().get_task_name().rpartition("#")
+        role, _, method = target.rpartition(".")
+        args, kwargs, reply = arguments
+        return self.call(role, method, int(step) if step else None, args, kwargs, reply)
+
     def listen_here(self) -> tuple[str, int]:
         """Rank 0: open the store at this machine's address."""
         return self.listen(ray.util.get_node_ip_address())
+
+
+def task_name(call: Call) -> str:
+    """`role.method#step`: Ray's tools show it, and a call without arguments sends nothing else (0.15 ms less)."""
+    return f"{call.role}.{call.method}#{'' if call.step is None else call.step}"
 
 
 def register_batches() -> None:
@@ -117,9 +129,9 @@ class RayPool:
             raise DeadlineError(f"{ranks} devices ({bundle} each) were not free within cluster.start_timeout_s="
                                 f"{cfg.start_timeout_s:g} s; free now: {free}.")
         self._logs = [log_dir / f"{name}-rank{rank}.log" if log_dir else None for rank in range(ranks)]
-        self._actors = self._start_hosts()
-        address = self._actors[0].listen_here.remote()
-        self._joined = [actor.join.remote(address, cfg.start_timeout_s) for actor in self._actors]
+        self.actors = self._start_hosts()
+        address = self.actors[0].listen_here.remote()
+        self._joined = [actor.join.remote(address, cfg.start_timeout_s) for actor in self.actors]
 
     def _start_hosts(self) -> list[Any]:
         """Actors by rank: ranks of one machine are consecutive."""
@@ -141,7 +153,7 @@ class RayPool:
         self.check()
         everywhere = Dispatch("all")
         start = Call(role, "start of the process", everywhere, 1, None, (), {}, self._start_timeout_s)
-        refs = [actor.build.remote(role, worker_cls, args, kwargs, axes) for actor in self._actors]
+        refs = [actor.build.remote(role, worker_cls, args, kwargs, axes) for actor in self.actors]
         RayFuture(self, start, list(range(self.ranks)), self._joined, []).result()
         call = Call(role, "construction", everywhere, 1, None, (), {}, self.call_timeout_s)
         return RayFuture(self, call, list(range(self.ranks)), refs, []).result()[0]
@@ -155,17 +167,15 @@ class RayPool:
             shares = [(tuple(map(whole_argument, call.args)),
                        {name: whole_argument(value) for name, value in call.kwargs.items()})]
         ranks = [0] if call.dispatch.split == "first" else list(range(self.ranks))
-        refs, counts = [], []
+        refs, counts, name = [], [], task_name(call)
         for rank in ranks:
             args, kwargs = shares[rank // call.peers if len(shares) > 1 else 0]
-            reply, method = "value", self._actors[rank].call
-            if call.dispatch.split == "rows":
-                counted = call.keep and call.dispatch.join == "rows"
-                reply = "none" if rank % call.peers else "counted" if counted else "wire"
-                method = method.options(num_returns=2) if reply == "counted" else method
-            made = method.remote(call.role, call.method, call.step, args, kwargs, reply)
-            refs.append(made[1] if reply == "counted" else made)
-            counts.append(made[0] if reply == "counted" else None)
+            reply = _reply_kind(call, rank)
+            run = self.actors[rank].run.options(name=name, num_returns=2 if reply == "counted" else 1)
+            made = run.remote((args, kwargs, reply)) if args or kwargs else run.remote()
+            count, ref = made if reply == "counted" else (None, made)
+            refs.append(ref)
+            counts.append(count)
         return RayFuture(self, call, ranks, refs, counts)
 
     def check(self) -> None:
@@ -212,13 +222,22 @@ class RayPool:
         """Close the workers and end the processes."""
         if self.failure is None:
             self.failure = HybridRLError("it was closed.")
-            ray.wait([actor.close.remote() for actor in self._actors], num_returns=self.ranks, timeout=2)
+            ray.wait([actor.close.remote() for actor in self.actors], num_returns=self.ranks, timeout=2)
             self._kill()
 
     def _kill(self) -> None:
-        for actor in self._actors:
+        for actor in self.actors:
             ray.kill(actor, no_restart=True)
         remove_placement_group(self._reserved)
+
+
+def _reply_kind(call: Call, rank: int) -> str:
+    """What a rank sends back: see `Host.call`."""
+    if call.dispatch.split != "rows":
+        return "value"
+    if rank % call.peers:
+        return "none"
+    return "counted" if call.keep and call.dispatch.join == "rows" else "wire"
 
 
 def split_arguments(call: Call, shards: int) -> list[tuple[tuple, dict[str, Any]]]:
