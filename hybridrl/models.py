@@ -12,9 +12,11 @@ import sys
 from collections.abc import Callable
 from importlib import metadata
 from pathlib import Path
+from typing import Any
 
 from filelock import FileLock, Timeout
 
+from hybridrl.config import ModelConfig
 from hybridrl.errors import DeadlineError, ModelError
 
 CONVERSION_TIMEOUT_S = 600.0
@@ -191,3 +193,10 @@ def _dequantise(gguf: Path, folder: Path) -> None:
 
 KNOWN_MODELS: dict[str, Callable[[], Path]] = {"smollm2": _smollm2}
 """Models by name; each function returns the folder and makes it first where it is missing."""
+
+
+def load_tokenizer(cfg: ModelConfig) -> Any:
+    """The tokenizer of a model, from its folder. Raises ModelError as `resolve_model` does."""
+    from transformers import AutoTokenizer
+
+    return AutoTokenizer.from_pretrained(resolve_model(cfg.path), trust_remote_code=cfg.trust_remote_code)

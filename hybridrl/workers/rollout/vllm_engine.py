@@ -40,7 +40,7 @@ class VLLMEngine(RolloutEngine):
         os.environ.setdefault("VLLM_ENABLE_V1_MULTIPROCESSING", "0")
         os.environ.setdefault("VLLM_NO_USAGE_STATS", "1")
         os.environ.setdefault("VLLM_CPU_OMP_THREADS_BIND", "nobind")
-        os.environ.setdefault("VLLM_LOGGING_LEVEL", "WARNING")
+        os.environ.setdefault("VLLM_LOGGING_LEVEL", "ERROR")
         os.environ["VLLM_CPU_KVCACHE_SPACE"] = str(max(1, round(cfg.kv_cache_gib)))
         from vllm import LLM  # seconds to import, and only this engine needs it
 
@@ -136,6 +136,10 @@ class VLLMEngine(RolloutEngine):
     def wake_cache(self) -> None:
         if self.cuda:
             self.llm.wake_up(tags=["kv_cache"])
+
+    def close(self) -> None:
+        """Shut vLLM down; it must happen before the process group goes."""
+        self.engine.engine_core.shutdown()
 
 
 def rollout_dtype(cfg: RolloutConfig, device: torch.device) -> str:

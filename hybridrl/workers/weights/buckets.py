@@ -46,9 +46,9 @@ def _gather(weights: list[tuple[str, Tensor]], dtype: torch.dtype) -> Bucket:
     # One collective a bucket: each rank's rows, padded to the largest share, laid end to end.
     parts, shares = mesh.size(), [-(-w.shape[0] // mesh.size()) for w in sharded]
     device = sharded[0].device
-    mine = torch.zeros(sum(s * _row_size(w) for s, w in zip(shares, sharded)), dtype=dtype, device=device)
+    mine = torch.zeros(sum(s * _row_size(w) for s, w in zip(shares, sharded, strict=True)), dtype=dtype, device=device)
     start = 0
-    for share, weight in zip(shares, sharded):
+    for share, weight in zip(shares, sharded, strict=True):
         local = weight.to_local().reshape(-1)
         mine[start:start + local.numel()] = local
         start += share * _row_size(weight)

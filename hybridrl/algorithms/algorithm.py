@@ -1,0 +1,154 @@
+"""An algorithm chosen by configuration, applied to batches: the names in a config become calls on columns.
+
+The functions it calls are in the sibling files and work on plain padded tensors; a loop that wants other
+mathematics calls those instead and writes the columns itself.
+
+    algorithm = Algorithm(cfg.algorithm, max_response_tokens)
+    batch["advantages"] = algorithm.advantages(batch)
+    for mini_batch in algorithm.mini_batches(batch, seed):
+        metrics = policy.update(mini_batch, algorithm.loss)
+"""
+
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from tensordict import TensorDict
+from torch import Tensor
+
+from hybridrl.algorithms.advantages import compute_advantages
+from hybridrl.algorithms.aggregation import AGGREGATIONS, aggregate, loss_weights
+from hybridrl.algorithms.combinations import check_combination
+from hybridrl.algorithms.corrections import correct
+from hybridrl.algorithms.kl import KL_ESTIMATORS, token_kl
+from hybridrl.algorithms.losses import POLICY_LOSSES, policy_loss
+from hybridrl.algorithms.metrics import policy_metrics
+from hybridrl.algorithms.partials import Partial, mean_of
+from hybridrl.algorithms.tables import Entry
+from hybridrl.batch import is_ragged, lengths, num_rows, padded, require, select, split_sizes, unpadded
+from hybridrl.config import AlgorithmConfig
+
+
+def padded_columns(batch: TensorDict) -> dict[str, Tensor]:
+    """The tensor columns of a batch under the names that the tables use: response columns padded to [B, R].
+
+    `response_mask` is called `mask` there. Prompt columns and columns of objects are left out.
+    """
+    require(batch, "response_mask")
+    sizes = lengths(batch["response_mask"])
+    columns = {}
+    for name in batch.keys():
+        column = batch.get(name)
+        if not isinstance(column, Tensor):
+            continue
+        if not is_ragged(column):
+            columns[name] = column
+        elif torch.equal(lengths(column), sizes):
+            columns[name] = padded(column)
+    columns["mask"] = columns.pop("response_mask")
+    return columns
+
+
+@dataclass(frozen=True)
+class Loss:
+    """What a policy worker needs to turn log-probs into a partial loss; pickles, a user's own functions included.
+
+    Called with log_probs [b, R] (carrying gradient), the padded columns of the same rows, and entropies or None.
+    """
+
+    policy_loss: Entry
+    options: Mapping[str, Any]
+    kl: Entry | None
+    kl_coefficient: float
+
+    def __call__(self, log_probs: Tensor, columns: Mapping[str, Tensor],
+                 entropies: Tensor | None) -> tuple[Tensor, dict[str, Partial]]:
+        """The partial loss (0-d) of some rows of a mini-batch and its metrics as sums and counts."""
+        POLICY_LOSSES.adopt(self.policy_loss)
+        columns = {**columns, "mask": columns["response_mask"], "log_probs": log_probs}
+        mask = columns["mask"]
+        result = policy_loss(self.policy_loss.name, columns, self.options)
+        moved = policy_metrics(log_probs.detach(), columns["old_log_probs"], mask,
+                               ref_log_probs=columns.get("ref_log_probs"))
+        metrics: dict[str, Partial] = {f"policy/{name}": value for name, value in (result.metrics | moved).items()}
+        loss = aggregate(result.loss, columns["loss_weights"], mask)
+        if self.kl is not None:
+            KL_ESTIMATORS.adopt(self.kl)
+            kl = token_kl(self.kl.name, log_probs, columns["ref_log_probs"], mask, columns["old_log_probs"])
+            loss = loss + self.kl_coefficient * aggregate(kl, columns["loss_weights"], mask)
+            metrics["policy/kl_loss"] = mean_of(kl.detach(), mask)
+        return loss, metrics
+
+
+class Algorithm:
+    """Advantage estimator, corrections, mini-batches and loss of one configuration.
+
+    Args:
+        cfg: names and options of the table entries.
+        max_response_tokens: the constant of `seq-mean-token-sum-norm`.
+    Raises:
+        ConfigError: an unknown name or option, or a combination that makes no sense.
+    """
+
+    def __init__(self, cfg: AlgorithmConfig, max_response_tokens: int):
+        self.cfg = cfg
+        self.corrections = {choice.name: choice.options for choice in cfg.corrections}
+        check_combination(
+            advantage=cfg.advantage.name, advantage_options=cfg.advantage.options, loss=cfg.loss.name,
+            loss_options=cfg.loss.options, aggregation=cfg.aggregation, corrections=self.corrections,
+            kl_estimator=cfg.kl.estimator, num_responses=cfg.responses_per_prompt)
+        entry = AGGREGATIONS[cfg.aggregation]
+        takes_limit = entry.options.__dataclass_fields__.keys() & {"max_response_length"}
+        self.aggregation_options = dict.fromkeys(takes_limit, max_response_tokens)
+        self.loss: Callable[..., tuple[Tensor, dict[str, Partial]]] = Loss(
+            POLICY_LOSSES[cfg.loss.name], cfg.loss.options,
+            KL_ESTIMATORS[cfg.kl.estimator] if cfg.kl.coefficient else None, cfg.kl.coefficient)
+
+    @property
+    def needs_reference(self) -> bool:
+        """Whether the loss reads `ref_log_probs`."""
+        return self.cfg.kl.coefficient > 0
+
+    def advantages(self, batch: TensorDict) -> Tensor:
+        """Advantage of every response token of the whole batch, ragged like `response_ids`."""
+        result = compute_advantages(self.cfg.advantage.name, padded_columns(batch), self.cfg.advantage.options)
+        return unpadded(result.advantages.float(), like=batch["response_ids"])
+
+    def correction_weights(self, batch: TensorDict) -> Tensor:
+        """Weight times keep mask of every response token for the gap between rollout and training log-probs."""
+        correction = correct(self.corrections, padded_columns(batch))
+        return unpadded(correction.weights.float(), like=batch["response_ids"])
+
+    def mini_batches(self, batch: TensorDict, seed: int = 0) -> Iterator[TensorDict]:
+        """The batch cut into `mini_batches` parts, `epochs` times over, each with what its loss needs.
+
+        The responses to one prompt stay together; with more than one part, prompts are shuffled by `seed`.
+        Everything that counts tokens or rows of the mini-batch is computed here, on all of its rows, so that
+        the loss does not depend on how workers cut it further.
+        """
+        require(batch, "group_ids")
+        order = torch.Generator().manual_seed(seed)
+        groups = list(dict.fromkeys(batch["group_ids"].tolist()))
+        for _ in range(self.cfg.epochs):
+            if self.cfg.mini_batches == 1:
+                yield self._prepared(select(batch, slice(None)))
+                continue
+            shuffled = [groups[i] for i in torch.randperm(len(groups), generator=order).tolist()]
+            start = 0
+            for size in split_sizes(len(shuffled), self.cfg.mini_batches):
+                wanted = set(shuffled[start:start + size])
+                start += size
+                rows = [i for i, group in enumerate(batch["group_ids"].tolist()) if group in wanted]
+                if rows:
+                    yield self._prepared(select(batch, rows))
+
+    def _prepared(self, mini_batch: TensorDict) -> TensorDict:
+        columns = padded_columns(mini_batch)
+        weights = loss_weights(self.cfg.aggregation, columns, self.aggregation_options)
+        extra = POLICY_LOSSES.prepare(self.cfg.loss.name, self.cfg.loss.options, columns)
+        for name, value in {"loss_weights": weights, **extra}.items():
+            ragged = value.dim() == 2 and value.shape == columns["mask"].shape
+            mini_batch.set(name, unpadded(value, like=mini_batch["response_ids"]) if ragged else value)
+        assert num_rows(mini_batch) == len(columns["mask"]), "preparing a mini-batch must keep its rows"
+        return mini_batch

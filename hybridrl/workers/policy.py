@@ -1,0 +1,190 @@
+"""The policy: FSDP training and a rollout engine in one process, taking turns on one device.
+
+            update, log_probs, save, load                         generate
+    TRAIN ─────────────────────────────── sync_weights ─────────────────────────────── ROLLOUT
+      ^   offload training state > wake weights > sync > fingerprint > wake KV cache     │
+      └───────────────────── sleep rollout engine > bring training state back ───────────┘
+
+A method called in the other phase moves there first; `generate` never samples from weights older than the
+last update.
+"""
+
+import time
+from enum import Enum
+from pathlib import Path
+from typing import Any
+
+import psutil
+import torch
+from tensordict import TensorDict
+from transformers import AutoConfig, GenerationConfig
+
+from hybridrl.batch import num_rows, put, require, rows_of
+from hybridrl.config import PolicyConfig
+from hybridrl.dispatch import over_rows, to_all
+from hybridrl.models import resolve_model
+from hybridrl.workers.base import WorkerContext
+from hybridrl.workers.rollout.engine import Completion, Request, RolloutEngine
+from hybridrl.workers.rollout.transformers_engine import TransformersEngine
+from hybridrl.workers.rollout.vllm_engine import VLLMEngine, rollout_dtype
+from hybridrl.workers.trainer import TrainerWorker
+from hybridrl.workers.training.engine import LossFunction
+from hybridrl.workers.weights.sync import check_gap, fingerprint, sync_weights
+
+
+class Phase(Enum):
+    """Which engine owns the device."""
+
+    TRAIN = "train"
+    ROLLOUT = "rollout"
+
+
+class PolicyWorker(TrainerWorker):
+    """One rank of the policy.
+
+    Args:
+        context: rank, device, role.
+        cfg: model, training, rollout and sync options.
+        seed: base seed of the rollout engine; rows carry their own.
+    Raises:
+        ModelError: the model folder can't be used. ConfigError: ranks don't divide by tensor_parallel.
+    """
+
+    def __init__(self, context: WorkerContext, cfg: PolicyConfig, seed: int = 0):
+        super().__init__(context, cfg.model, cfg.training, cfg.rollout.temperature)
+        self.cfg = cfg
+        self.folder = resolve_model(cfg.model.path)
+        self.dtype = getattr(torch, rollout_dtype(cfg.rollout, self.device))
+        self.rollout = self._build_rollout(seed)
+        self.phase = Phase.TRAIN
+        self.version = 0
+        """Weight syncs so far; the rollout engine samples under this version."""
+        self.changed = True
+        """Whether training holds other weights than the last sync sent."""
+        self.metrics: dict[str, float] = {}
+        self.rollout.sleep()
+
+    def _build_rollout(self, seed: int) -> RolloutEngine:
+        stop = stop_ids(self.folder, self.tokenizer)
+        if self.cfg.rollout.engine == "transformers":
+            return TransformersEngine(self.folder, self.device, self.dtype, stop, self.cfg.rollout.max_running,
+                                      self.cfg.model.trust_remote_code)
+        return VLLMEngine(self.folder, self.cfg.rollout, self.device, stop, self.cfg.model.trust_remote_code, seed)
+
+    def peers(self, axis: str) -> int:
+        return self.cfg.rollout.tensor_parallel if axis == "rollout" else 1
+
+    # ---- phases
+
+    def _enter(self, phase: Phase) -> None:
+        """Move to a phase; a move into ROLLOUT brings the newest weights along."""
+        if phase is self.phase and not (phase is Phase.ROLLOUT and self.changed):
+            return
+        started, before = time.perf_counter(), self._memory()
+        if phase is Phase.ROLLOUT:
+            if self.phase is Phase.TRAIN:
+                self.rollout.wake()
+            self._sync()
+        else:
+            self.rollout.sleep()
+        self.phase = phase
+        name = f"enter_{phase.value}"
+        self.metrics |= {f"time/{name}": time.perf_counter() - started, f"memory/{name}_before_bytes": before,
+                         f"memory/{name}_after_bytes": self._memory()}
+
+    def _sync(self) -> None:
+        self.version += 1
+        self.metrics |= sync_weights(self.training, self.rollout, self.cfg.sync, self.dtype, self.version)
+        self.changed = False
+        if self.cfg.sync.fingerprint_tokens:
+            gap = fingerprint(self.training, self.rollout, self.cfg.sync.fingerprint_tokens, len(self.tokenizer))
+            self.metrics["sync/max_log_prob_gap"] = gap
+            check_gap(gap, self.cfg.sync, self.dtype, self.version)
+
+    def _memory(self) -> float:
+        """Bytes this process holds on its device: allocated on CUDA, resident on CPU."""
+        if self.device.type == "cuda":
+            free, total = torch.cuda.mem_get_info(self.device)
+            return float(total - free)
+        return float(psutil.Process().memory_info().rss)
+
+    @to_all
+    def take_metrics(self) -> dict[str, float]:
+        """What phase changes and syncs measured since the last call: seconds, bytes, log-prob gap."""
+        metrics, self.metrics = self.metrics, {}
+        return metrics
+
+    # ---- rollout
+
+    @to_all
+    def sync_weights(self) -> int:
+        """Bring the rollout engine to the training weights; returns the new version.
+
+        Raises SyncError when a weight did not arrive or the engines' log-probs differ.
+        """
+        self._enter(Phase.ROLLOUT)
+        return self.version
+
+    @over_rows(axis="rollout")
+    def generate(self, batch: TensorDict, temperature: float | None = None, max_tokens: int | None = None) -> TensorDict:
+        """Sample one response a row.
+
+        Args:
+            batch: `prompt_ids`, and `seeds` where sampling is to be the same however rows are split.
+            temperature: default `policy.rollout.temperature`; 0 takes the most likely token.
+            max_tokens: default `policy.rollout.max_response_tokens`.
+        Returns:
+            The batch with `response_ids`, `response_mask`, `rollout_log_probs`, `weight_versions`,
+            `finish_reason` and `response`.
+        """
+        self._enter(Phase.ROLLOUT)
+        require(batch, "prompt_ids")
+        options = self.cfg.rollout
+        seeds = batch["seeds"].tolist() if "seeds" in batch.keys() else [None] * num_rows(batch)
+        requests = [Request(ids.tolist(), max_tokens or options.max_response_tokens,
+                            options.temperature if temperature is None else temperature, seed)
+                    for ids, seed in zip(rows_of(batch["prompt_ids"]), seeds, strict=True)]
+        completions = self.rollout.generate(requests)
+        if self.rollout.leads:
+            self._write(batch, completions)
+        return batch
+
+    def _write(self, batch: TensorDict, completions: list[Completion]) -> None:
+        put(batch, "response_ids", [c.token_ids for c in completions])
+        put(batch, "response_mask", [[True] * len(c.token_ids) for c in completions])
+        put(batch, "rollout_log_probs", [c.log_probs for c in completions])
+        put(batch, "weight_versions", [c.versions for c in completions])
+        put(batch, "finish_reason", [c.finish_reason for c in completions])
+        texts = self.tokenizer.batch_decode([c.token_ids for c in completions], skip_special_tokens=True)
+        put(batch, "response", texts)
+
+    # ---- training
+
+    def enter_training(self) -> None:
+        self._enter(Phase.TRAIN)
+
+    @over_rows(join="first")
+    def update(self, batch: TensorDict, loss: LossFunction) -> dict[str, float]:
+        """As of TrainerWorker; the rollout engine's weights are old from here on."""
+        self.changed = True
+        return super().update(batch, loss)
+
+    @to_all
+    def load(self, folder: str) -> None:
+        """As of TrainerWorker; the rollout engine's weights are old from here on."""
+        self.changed = True
+        super().load(folder)
+
+    def close(self) -> None:
+        self.rollout.close()
+
+
+def stop_ids(folder: Path, tokenizer: Any) -> list[int]:
+    """Token ids that end a response: the tokenizer's end token and those of the model's generation config."""
+    found = {tokenizer.eos_token_id}
+    try:
+        configured = GenerationConfig.from_pretrained(folder, local_files_only=True).eos_token_id
+    except OSError:  # the file is optional
+        configured = AutoConfig.from_pretrained(folder, local_files_only=True).eos_token_id
+    found |= set(configured) if isinstance(configured, list) else {configured}
+    return sorted(found - {None})

@@ -1,0 +1,148 @@
+"""A slow, plain engine on a transformers model: the reference in tests, and for models that vLLM lacks."""
+
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+
+import torch
+from torch import Tensor
+
+from hybridrl.errors import SyncError
+from hybridrl.workers.rollout.engine import Bucket, Completion, Request, RolloutEngine
+
+
+@dataclass(slots=True)
+class _Running:
+    """A request being decoded."""
+
+    request_id: str
+    request: Request
+    generator: torch.Generator
+    token_ids: list[int] = field(default_factory=list)
+    log_probs: list[float] = field(default_factory=list)
+    versions: list[int] = field(default_factory=list)
+
+
+@dataclass(slots=True)
+class _Cohort:
+    """Requests admitted together: one left-padded batch with one key-value cache, advanced a token at a time."""
+
+    rows: list[_Running]
+    mask: Tensor
+    cache: object = None
+
+
+class TransformersEngine(RolloutEngine):
+    """Decodes with the transformers model class, its own copy of the weights, one rank.
+
+    Args:
+        model_path: folder with the model's config.json; weights are not read from it.
+        device: where the model runs.
+        dtype: dtype of the weights.
+        stop_ids: token ids that end a response.
+        max_running: sequences decoded at a time.
+    """
+
+    checkpoint_names = False
+
+    def __init__(self, model_path: Path, device: torch.device, dtype: torch.dtype, stop_ids: Sequence[int],
+                 max_running: int = 64, trust_remote_code: bool = False):
+        super().__init__(stop_ids)
+        from transformers import AutoConfig, AutoModelForCausalLM
+
+        config = AutoConfig.from_pretrained(model_path, trust_remote_code=trust_remote_code)
+        self.model = AutoModelForCausalLM.from_config(config, dtype=dtype, trust_remote_code=trust_remote_code)
+        self.model.to(device).eval().requires_grad_(False)
+        self.device = device
+        self.max_running = max_running
+        self._waiting: list[_Running] = []
+        self._cohorts: list[_Cohort] = []
+
+    def add(self, request_id: str, request: Request) -> None:
+        generator = torch.Generator()
+        generator.seed() if request.seed is None else generator.manual_seed(request.seed)
+        self._waiting.append(_Running(request_id, request, generator))
+
+    def busy(self) -> bool:
+        return bool(self._waiting or self._cohorts)
+
+    def cancel(self, request_ids: Sequence[str]) -> None:
+        gone = set(request_ids)
+        self._waiting = [row for row in self._waiting if row.request_id not in gone]
+        for cohort in self._cohorts:
+            for row in cohort.rows:
+                if row.request_id in gone:
+                    row.request = Request(row.request.prompt_ids, len(row.token_ids))  # ends at the next step
+
+    @torch.no_grad()
+    def step(self) -> list[tuple[str, Completion]]:
+        room = self.max_running - sum(len(cohort.rows) for cohort in self._cohorts)
+        finished = []
+        for cohort in self._cohorts:
+            self._advance(cohort, torch.tensor([[row.token_ids[-1]] for row in cohort.rows]))
+            finished += self._retire(cohort)
+        if self._waiting and room > 0:
+            admitted, self._waiting = self._waiting[:room], self._waiting[room:]
+            cohort = _Cohort(admitted, torch.zeros(len(admitted), 0, dtype=torch.int64))
+            texts = [[*row.request.prompt_ids, *row.token_ids] for row in admitted]
+            width = max(map(len, texts))
+            ids = torch.tensor([[0] * (width - len(text)) + text for text in texts])
+            mask = torch.tensor([[0] * (width - len(text)) + [1] * len(text) for text in texts])
+            self._advance(cohort, ids, mask)
+            finished += self._retire(cohort)
+            self._cohorts.append(cohort)
+        self._cohorts = [cohort for cohort in self._cohorts if cohort.rows]
+        return finished
+
+    def _advance(self, cohort: _Cohort, ids: Tensor, mask: Tensor | None = None) -> None:
+        """Feed `ids` [rows, new] and sample one token a row."""
+        new = torch.ones_like(ids) if mask is None else mask
+        cohort.mask = torch.cat([cohort.mask, new], dim=1)
+        positions = (cohort.mask.cumsum(1) - 1).clamp(min=0)[:, -ids.shape[1]:]
+        out = self.model(input_ids=ids.to(self.device), attention_mask=cohort.mask.to(self.device),
+                         position_ids=positions.to(self.device), past_key_values=cohort.cache, use_cache=True,
+                         logits_to_keep=1)
+        cohort.cache = out.past_key_values
+        for row, logits in zip(cohort.rows, out.logits[:, -1].float().cpu(), strict=True):
+            log_probs = (logits / row.request.temperature).log_softmax(-1)
+            noise = torch.empty_like(log_probs).exponential_(generator=row.generator)
+            token = int((log_probs.exp() / noise).argmax())
+            row.token_ids.append(token)
+            row.log_probs.append(float(log_probs[token]))
+            row.versions.append(self.version if self.version is not None else -1)
+
+    def _retire(self, cohort: _Cohort) -> list[tuple[str, Completion]]:
+        finished, keep = [], []
+        for i, row in enumerate(cohort.rows):
+            stopped = row.token_ids[-1] in self.stop_ids
+            if stopped or len(row.token_ids) >= row.request.max_tokens:
+                finished.append((row.request_id, Completion(row.token_ids, row.log_probs, row.versions,
+                                                            "stop" if stopped else "length")))
+            else:
+                keep.append(i)
+        if finished and keep:
+            index = torch.tensor(keep)
+            cohort.cache.batch_select_indices(index.to(self.device))
+            cohort.mask = cohort.mask[index]
+        cohort.rows = [cohort.rows[i] for i in keep]
+        return finished
+
+    @torch.no_grad()
+    def score(self, token_ids: Sequence[int]) -> list[float]:
+        ids = torch.tensor([list(token_ids)], device=self.device)
+        log_probs = self.model(input_ids=ids, use_cache=False).logits[0, :-1].float().log_softmax(-1)
+        return log_probs.gather(1, ids[0, 1:, None])[:, 0].tolist()
+
+    @torch.no_grad()
+    def write_weights(self, buckets: Iterable[Bucket]) -> None:
+        parameters = dict(self.model.named_parameters())
+        missing = set(parameters)
+        for bucket in buckets:
+            for name, weight in bucket:
+                parameters[name].copy_(weight)
+                missing.discard(name)
+        if missing:
+            raise SyncError(f"weight sync left {len(missing)} engine weights unwritten: {', '.join(sorted(missing)[:5])}.")
+        # Running rows go on under the new weights: their cached keys and values must be computed anew.
+        self._waiting = [row for cohort in self._cohorts for row in cohort.rows] + self._waiting
+        self._cohorts = []

@@ -1,0 +1,91 @@
+"""Workers around a training engine alone: a model that learns, and a frozen one that only scores."""
+
+from pathlib import Path
+
+from tensordict import TensorDict
+
+from hybridrl.batch import put
+from hybridrl.config import ModelConfig, TrainingConfig
+from hybridrl.dispatch import over_rows, to_all
+from hybridrl.models import load_tokenizer
+from hybridrl.workers.base import Worker, WorkerContext
+from hybridrl.workers.training.engine import LossFunction, TrainingEngine
+
+
+class TrainerWorker(Worker):
+    """One rank of a model in training.
+
+    Args:
+        context: rank, device, role.
+        model: the model folder.
+        cfg: optimizer and batching.
+        temperature: of the distribution whose log-probs are trained.
+    Raises:
+        ModelError: the model folder can't be used.
+    """
+
+    def __init__(self, context: WorkerContext, model: ModelConfig, cfg: TrainingConfig, temperature: float = 1.0):
+        super().__init__(context)
+        self.tokenizer = load_tokenizer(model)
+        self.training = TrainingEngine(model, cfg, self.device)
+        self.temperature = temperature
+
+    def enter_training(self) -> None:
+        """Called before the training engine is used; a worker whose device is shared makes room here."""
+
+    @over_rows()
+    def log_probs(self, batch: TensorDict, entropies: bool = False) -> TensorDict:
+        """The batch with `old_log_probs` (and `entropies`) of its response tokens under the training weights."""
+        self.enter_training()
+        result = self.training.log_probs(batch, self.temperature, entropies)
+        put(batch, "old_log_probs", result["log_probs"])
+        if entropies:
+            put(batch, "entropies", result["entropies"])
+        return batch
+
+    @over_rows(join="first")
+    def update(self, batch: TensorDict, loss: LossFunction) -> dict[str, float]:
+        """One optimizer step on the batch; the result does not depend on how rows were split.
+
+        Args:
+            batch: `prompt_ids`, `response_ids` and the columns that `loss` reads.
+            loss: gives the partial loss of some rows, with coefficients that count the whole batch.
+        Returns:
+            `train/loss`, `train/grad_norm`, `train/lr`, ... and the loss function's own metrics.
+        """
+        self.enter_training()
+        metrics = self.training.update(batch, loss, self.temperature)
+        return {name if "/" in name else f"train/{name}": value for name, value in metrics.items()}
+
+    @to_all
+    def save(self, folder: str) -> None:
+        """Write model, optimizer and schedule into `folder`, each rank its shards."""
+        self.enter_training()
+        self.training.save(Path(folder))
+
+    @to_all
+    def load(self, folder: str) -> None:
+        """Read what `save` wrote, on any number of ranks."""
+        self.enter_training()
+        self.training.load(Path(folder))
+
+    @to_all
+    def export(self, folder: str) -> None:
+        """Write the model as a Hugging Face folder that transformers and vLLM load."""
+        self.enter_training()
+        self.training.export(Path(folder), self.tokenizer)
+
+
+class ReferenceWorker(Worker):
+    """A frozen model that scores responses: the anchor of a KL penalty. Arguments as of TrainerWorker."""
+
+    def __init__(self, context: WorkerContext, model: ModelConfig, cfg: TrainingConfig, temperature: float = 1.0):
+        super().__init__(context)
+        self.training = TrainingEngine(model, cfg, self.device, trainable=False)
+        self.temperature = temperature
+
+    @over_rows()
+    def log_probs(self, batch: TensorDict) -> TensorDict:
+        """The batch with `ref_log_probs` of its response tokens."""
+        put(batch, "ref_log_probs", self.training.log_probs(batch, self.temperature)["log_probs"])
+        return batch

@@ -1,0 +1,172 @@
+"""The training engine: log-probs and optimizer steps of one model over the ranks of the default process group.
+
+A batch is cut into packed micro-batches by a token budget (packing.py), each of which PolicyModel (models.py)
+turns into log-probs; the caller's loss function turns those into a partial loss. Every rank runs the same number
+of micro-batches, whatever rows it has, because every forward and backward pass is a collective.
+"""
+
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from tensordict import TensorDict
+from torch import Tensor
+from torch.distributed.tensor import DTensor, Shard
+
+from hybridrl.algorithms.partials import Mean, Partial, finalize, merge
+from hybridrl.batch import from_lengths, lengths, num_rows
+from hybridrl.config import ModelConfig, TrainingConfig
+from hybridrl.errors import BatchError, TrainingError
+from hybridrl.workers.training.models import load_policy, make_mesh
+from hybridrl.workers.training.optimizer import Optimizer
+from hybridrl.workers.training.packing import MicroBatch, columns, cut, fed_lengths, micro_batches
+
+LossFunction = Callable[[Tensor, dict[str, Tensor], Tensor | None], tuple[Tensor, dict[str, Partial]]]
+"""(log_probs [b, R], columns, entropies [b, R] or None) -> (partial loss, metrics that merge over pieces).
+
+The loss is a sum over the micro-batch with coefficients that already count the whole batch of all ranks; the
+engine adds partial losses up. Log-probs and entropies are 0 in the padding.
+"""
+
+
+class TrainingEngine:
+    """One model, sharded over all ranks, with its optimizer.
+
+    The default process group must be initialised, also for one rank. All methods but `num_parameters` and
+    `memory` are collective: every rank calls them in the same order, with its own rows (possibly none).
+    """
+
+    def __init__(self, model: ModelConfig, cfg: TrainingConfig, device: torch.device, trainable: bool = True,
+                 dtype: torch.dtype = torch.float32):
+        """Load the folder `model.path`.
+
+        Args:
+            trainable: False makes a frozen model without optimizer (a reference), kept in the compute dtype.
+            dtype: of the master weights.
+        Raises:
+            ModelError: the folder is missing, half-written, or does not fit its config.
+        """
+        self.cfg, self.device, self.trainable = cfg, device, trainable
+        self.mesh = make_mesh(device)
+        if device.type == "cuda" and not trainable:
+            dtype = torch.bfloat16
+        self.model = load_policy(model, self.mesh, device, dtype, trainable, cfg.gradient_checkpointing)
+        self.sharded = any(isinstance(p, DTensor) for p in self.model.parameters())
+        self.optimizer = None
+        if trainable:
+            group = self.mesh.get_group("shard") if self.sharded else None
+            self.optimizer = Optimizer(list(self.model.parameters()), cfg, group)
+
+    @property
+    def num_parameters(self) -> int:
+        """Parameters of the whole model; tied ones count once."""
+        return sum(p.numel() for p in self.model.parameters())
+
+    def weights(self) -> Iterator[tuple[str, DTensor]]:
+        """Parameters by their name in the transformers model, as detached DTensors that share memory with the engine.
+
+        Model order; a tied parameter comes once, under the name of its first use.
+        """
+        for name, parameter in self.model.causal_lm.named_parameters():
+            value = parameter.detach()
+            if not isinstance(value, DTensor):
+                value = DTensor.from_local(value, self.mesh, [Shard(0)], run_check=False)
+            yield name, value
+
+    @torch.no_grad()
+    def log_probs(self, batch: TensorDict, temperature: float = 1.0, entropies: bool = False) -> dict[str, Tensor]:
+        """Log-probs of the response tokens, ragged like `response_ids`, float32 on CPU, in the batch's row order.
+
+        Args:
+            batch: `prompt_ids` and `response_ids`; this rank's rows.
+            temperature: divides the logits.
+        Returns:
+            `log_probs`, and with `entropies` also `entropies`.
+        """
+        sizes = lengths(batch["response_ids"])
+        names = ["log_probs", "entropies"] if entropies else ["log_probs"]
+        values = {name: torch.empty(int(sizes.sum()), dtype=torch.float32) for name in names}
+        for part in self._micro_batches(batch):
+            for name, value in zip(names, self._forward(part, temperature, entropies), strict=False):
+                values[name] = values[name].to(value.dtype)  # float64 models keep float64
+                values[name][part.sources] = value.cpu()
+        if self.sharded:
+            self.model.reshard()  # forward passes alone leave the root's weights gathered
+        return {name: from_lengths(value, sizes) for name, value in values.items()}
+
+    def update(self, batch: TensorDict, loss_fn: LossFunction, temperature: float = 1.0,
+               entropies: bool = False) -> dict[str, float]:
+        """One optimizer step on all rows of all ranks.
+
+        The result does not depend on the number of ranks, on how rows are spread over them, or on
+        `micro_batch_tokens`.
+
+        Args:
+            batch: `prompt_ids`, `response_ids` and what `loss_fn` reads; this rank's rows.
+            loss_fn: see LossFunction.
+            temperature: divides the logits.
+            entropies: hand entropies to `loss_fn`.
+        Returns:
+            The same on every rank: `loss` (summed), `grad_norm` (before clipping), `lr`, `skipped` (1 when the
+            gradient was not finite), `tokens` (fed, all ranks), `micro_batches` (per rank), and the
+            merged metrics of `loss_fn`.
+        Raises:
+            BatchError: no rank has rows, or a column does not fit.
+            TrainingError: the model is frozen, or too many steps in a row were skipped.
+        """
+        if self.optimizer is None:
+            raise TrainingError("update was called on a model loaded with trainable=False.")
+        parts = self._micro_batches(batch)
+        if not parts:
+            raise BatchError("an update needs at least one row; no rank has any.")
+        pieces = [self._backward(batch, part, loss_fn, temperature, entropies) for part in parts]
+        pieces.append({"tokens": Mean(sum(fed_lengths(batch)), 1)})
+        totals = self._merge_over_ranks(pieces)
+        loss, tokens = totals.pop("loss"), totals.pop("tokens")
+        norm, lr, skipped = self.optimizer.step()
+        metrics = {"loss": float(loss.sum), "tokens": float(tokens.sum), "grad_norm": norm, "lr": lr,
+                   "skipped": float(skipped), "micro_batches": float(len(parts))}
+        return metrics | finalize(totals)
+
+    def _micro_batches(self, batch: TensorDict) -> list[MicroBatch]:
+        """This rank's micro-batches, as many as the rank with most of them has."""
+        sizes = fed_lengths(batch)
+        bins = cut(sizes, self.cfg.micro_batch_tokens) if num_rows(batch) else []
+        count = torch.tensor(len(bins), device=self.device)
+        dist.all_reduce(count, op=dist.ReduceOp.MAX)
+        bins += [[] for _ in range(int(count) - len(bins))]
+        return list(micro_batches(batch, bins, self.device))
+
+    def _forward(self, part: MicroBatch, temperature: float, entropies: bool) -> tuple[Tensor, Tensor | None]:
+        return self.model(part.input_ids, part.position_ids, part.predictors, part.targets, part.groups,
+                          temperature, self.cfg.logits_chunk_tokens, entropies)
+
+    def _backward(self, batch: TensorDict, part: MicroBatch, loss_fn: LossFunction, temperature: float,
+                  entropies: bool) -> dict[str, Partial]:
+        """Add the gradient of one micro-batch; returns sums and counts of its metrics, its loss among them."""
+        log_probs, entropy = self._forward(part, temperature, entropies)
+        if not part.rows:
+            log_probs.sum().backward()  # no targets: a sum of nothing, whose backward pass is still a collective
+            return {}
+        loss, metrics = loss_fn(part.padded(log_probs), columns(batch, part, self.device),
+                                part.padded(entropy) if entropy is not None else None)
+        if not loss.requires_grad:  # a constant loss still has to join the backward pass of the others
+            loss = loss + log_probs.sum() * 0
+        loss.backward()
+        return {**metrics, "loss": Mean(loss.detach(), 1)}
+
+    def _merge_over_ranks(self, pieces: list[dict[str, Partial]]) -> dict[str, Any]:
+        """The metrics of all pieces of all ranks, merged in rank order; a name may be missing on some ranks."""
+        everyone: list[Any] = [None] * dist.get_world_size()
+        dist.all_gather_object(everyone, _on_cpu(merge(pieces)))
+        return merge(everyone)
+
+
+def _on_cpu(value: Any) -> Any:
+    """A metric part, or a dict of them, without device tensors."""
+    if isinstance(value, dict):
+        return {name: _on_cpu(part) for name, part in value.items()}
+    if isinstance(value, tuple):
+        return type(value)(*map(_on_cpu, value))
+    return value.cpu() if isinstance(value, Tensor) else value

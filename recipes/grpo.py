@@ -1,0 +1,81 @@
+"""GRPO and its critic-free relatives.
+
+    prompts ─> generate ─> reward ─> log-probs ─> advantages ─> update ─> sync ─┐
+                  ^                                                             │
+                  └────────────────────── new weights ──────────────────────────┘
+
+The policy's two engines share the devices and take turns: `generate` runs on the rollout engine, everything
+from `log_probs` to `update` on the training engine, and `sync_weights` moves to the other side.
+"""
+
+from hybridrl.algorithms.algorithm import Algorithm
+from hybridrl.algorithms.batch_metrics import batch_metrics
+from hybridrl.batch import num_rows, repeat
+from hybridrl.command_line import recipe
+from hybridrl.config import GRPOConfig
+from hybridrl.controller.cluster import Cluster
+from hybridrl.controller.evaluation import accuracy, answer
+from hybridrl.controller.run import Run
+from hybridrl.controller.worker_group import WorkerGroup
+from hybridrl.data import PromptLoader, load_prompts, row_seeds
+from hybridrl.metrics import average
+from hybridrl.models import load_tokenizer
+from hybridrl.rewards import Rewarder
+from hybridrl.workers.policy import PolicyWorker
+from hybridrl.workers.trainer import ReferenceWorker
+
+
+@recipe("grpo", GRPOConfig)
+def main(cfg: GRPOConfig) -> None:
+    """Reinforcement learning from verifiable rewards: GRPO, Dr. GRPO, RLOO, REINFORCE and others by `algorithm=`."""
+    algorithm = Algorithm(cfg.algorithm, cfg.policy.rollout.max_response_tokens)
+    with Run(cfg, "grpo") as run, Rewarder(cfg.reward) as rewards, Cluster(cfg.cluster, run.log_dir) as cluster:
+        pool = cluster.pool()
+        tokenizer = load_tokenizer(cfg.policy.model)
+        longest = cfg.policy.rollout.max_prompt_tokens
+        prompts = PromptLoader(load_prompts(cfg.data, tokenizer, longest), seed=cfg.seed, shuffle=cfg.data.shuffle)
+        problems = load_prompts(cfg.eval_data, tokenizer, longest, "eval_data") if cfg.eval_data.enabled else None
+        policy = WorkerGroup(PolicyWorker, pool, cfg.policy, cfg.seed, role="policy")
+        reference = WorkerGroup(ReferenceWorker, pool, cfg.policy.model, cfg.policy.training, cfg.policy.rollout.temperature,
+                                role="reference") if algorithm.needs_reference else None
+
+        def evaluate(step: int) -> dict[str, float]:
+            every = cfg.trainer.eval_every
+            if problems is None or not (step in (0, cfg.trainer.steps) or every and step % every == 0):
+                return {}
+            return {"eval/accuracy": accuracy(answer(policy, rewards, problems, cfg.trainer.eval_samples, cfg.seed,
+                                                     cfg.trainer.eval_prompts))}
+
+        if run.restore(policy=policy, prompts=prompts) == 0 and problems is not None:
+            run.log(0, evaluate(0))
+
+        for step, batch in run.steps(prompts):
+            policy.step = step
+            batch = repeat(batch, cfg.algorithm.responses_per_prompt)
+            batch["seeds"] = row_seeds(cfg.seed, step, num_rows(batch))
+            with run.phase("generate"):
+                batch = policy.generate(batch)
+            with run.phase("reward"):
+                batch = rewards(batch)
+            with run.phase("log_probs"):
+                batch = policy.log_probs(batch)
+                if reference is not None:
+                    batch = reference.log_probs(batch)
+            batch["advantages"] = algorithm.advantages(batch)
+            batch["correction_weights"] = algorithm.correction_weights(batch)
+            with run.phase("update"):
+                updates = [policy.update(mini_batch, algorithm.loss)
+                           for mini_batch in algorithm.mini_batches(batch, seed=cfg.seed + step)]
+            with run.phase("sync"):
+                policy.sync_weights()
+            metrics = batch_metrics(batch) | average(updates) | average(policy.take_metrics()) | rewards.metrics
+            run.log(step, metrics | evaluate(step))
+            run.samples(step, batch)
+            run.checkpoint(step, policy=policy, prompts=prompts)
+
+        if cfg.trainer.export:
+            policy.export(str(run.dir / "model"))
+
+
+if __name__ == "__main__":
+    main()
