@@ -91,8 +91,8 @@ def put(batch: TensorDict, name: str, value: Any) -> None:
         declared = FIELDS.get(name)
         if declared and declared.dtype is not object and column.dtype != declared.dtype:
             raise BatchError(f"field {name!r} is declared {declared.dtype}, got {column.dtype}.")
-        if column.shape[0] != num_rows(batch):
-            raise BatchError(f"field {name!r} has {column.shape[0]} rows, the batch has {num_rows(batch)}.")
+    if column.shape[0] != num_rows(batch):
+        raise BatchError(f"field {name!r} has {column.shape[0]} rows, the batch has {num_rows(batch)}.")
     batch.set(name, column)
 
 
@@ -119,7 +119,7 @@ def ragged(rows: Sequence[Any], dtype: torch.dtype) -> Tensor:
 
 def from_lengths(values: Tensor, lengths: Tensor) -> Tensor:
     """Jagged nested tensor from rows laid end to end. values [sum(lengths)], lengths [B] int64."""
-    offsets = torch.zeros(len(lengths) + 1, dtype=torch.int64)
+    offsets = torch.zeros(len(lengths) + 1, dtype=torch.int64, device=lengths.device)
     torch.cumsum(lengths, 0, out=offsets[1:])
     # Declared bounds keep the nested tensor from scanning its offsets on every access.
     low, high = (int(lengths.min()), int(lengths.max())) if len(lengths) else (0, 0)
@@ -143,12 +143,17 @@ def lengths(column: Tensor) -> Tensor:
 
 
 def padded(column: Tensor, fill: float | int | bool = 0, length: int | None = None) -> Tensor:
-    """Right-padded [B, R] copy of a ragged column; R is the longest row or `length`."""
-    sizes = lengths(column)
-    width = int(sizes.max()) if len(sizes) else 0
-    width = width if length is None else length
-    out = torch.full((len(sizes), width), fill, dtype=column.dtype)
-    out[torch.arange(width) < sizes[:, None]] = column.values()
+    """Right-padded [B, R, ...] copy of a ragged column; R is the longest row or `length`.
+
+    Raises BatchError when a row is longer than `length`.
+    """
+    sizes, values = lengths(column), column.values()
+    longest = int(sizes.max()) if len(sizes) else 0
+    width = longest if length is None else length
+    if longest > width:
+        raise BatchError(f"can't pad to {width} tokens: the longest row has {longest}.")
+    out = torch.full((len(sizes), width, *values.shape[1:]), fill, dtype=column.dtype, device=column.device)
+    out[torch.arange(width, device=column.device) < sizes[:, None]] = values
     return out
 
 
@@ -157,7 +162,8 @@ def unpadded(rectangle: Tensor, like: Tensor) -> Tensor:
     sizes = lengths(like)
     if rectangle.shape[0] != len(sizes) or (len(sizes) and rectangle.shape[1] < int(sizes.max())):
         raise BatchError(f"can't cut {tuple(rectangle.shape)} into {len(sizes)} rows of {sizes.tolist()} tokens.")
-    return from_lengths(rectangle[torch.arange(rectangle.shape[1]) < sizes[:, None]], sizes)
+    within = torch.arange(rectangle.shape[1], device=rectangle.device) < sizes[:, None]
+    return from_lengths(rectangle[within], sizes)
 
 
 def rows_of(column: Any) -> list[Any]:
@@ -167,20 +173,35 @@ def rows_of(column: Any) -> list[Any]:
     return list(column)
 
 
+def objects_of(batch: TensorDict, name: str) -> list[Any]:
+    """The rows of an object column; one object set for the whole batch counts for every row."""
+    stored = batch.get(name)
+    return list(batch[name]) if isinstance(stored, NonTensorStack) else [stored.data] * num_rows(batch)
+
+
 def select(batch: TensorDict, index: Sequence[int] | Tensor | slice) -> TensorDict:
-    """The rows named by `index`, in that order; rows may repeat."""
+    """The rows named by `index`, in that order, as copies; rows may repeat. A boolean tensor [B] is a mask.
+
+    Raises BatchError for a mask of another length, IndexError for a row that does not exist.
+    """
     if isinstance(index, slice):
-        index = range(num_rows(batch))[index]
-    index = torch.as_tensor(list(index) if isinstance(index, range) else index, dtype=torch.int64)
+        index = list(range(num_rows(batch))[index])
+    if isinstance(index, Tensor) and index.dtype == torch.bool:
+        if index.shape != (num_rows(batch),):
+            raise BatchError(f"a mask of {index.numel()} values can't select from {num_rows(batch)} rows.")
+        index = index.nonzero().squeeze(1)
+    index = torch.as_tensor(index, dtype=torch.int64)
     picked = TensorDict({}, batch_size=[len(index)])
     for name in batch.keys():
-        picked.set(name, _select_column(batch.get(name), batch[name], index))
+        picked.set(name, _select_column(batch, name, index))
     return picked
 
 
-def _select_column(stored: Any, column: Any, index: Tensor) -> Any:
+def _select_column(batch: TensorDict, name: str, index: Tensor) -> Any:
+    stored = batch.get(name)
     if not isinstance(stored, Tensor):
-        return objects([column[i] for i in index.tolist()])
+        values = objects_of(batch, name)
+        return objects([values[i] for i in index.tolist()])
     if not stored.is_nested:
         return stored[index]
     sizes = lengths(stored)[index]
@@ -208,7 +229,7 @@ def concat(batches: Sequence[TensorDict]) -> TensorDict:
     for name in batches[0].keys():
         columns = [b.get(name) for b in batches]
         if not isinstance(columns[0], Tensor):
-            joined.set(name, objects([item for b in batches for item in b[name]]))
+            joined.set(name, objects([item for b in batches for item in objects_of(b, name)]))
         elif columns[0].is_nested:
             joined.set(name, from_lengths(torch.cat([c.values() for c in columns]),
                                           torch.cat([lengths(c) for c in columns])))
@@ -238,7 +259,7 @@ def narrow(batch: TensorDict, start: int, size: int) -> TensorDict:
     for name in batch.keys():
         column = batch.get(name)
         if not isinstance(column, Tensor):
-            part.set(name, objects(batch[name][start:start + size]))
+            part.set(name, objects(objects_of(batch, name)[start:start + size]))
         elif column.is_nested:
             offsets = column.offsets()
             first, last = int(offsets[start]), int(offsets[start + size])

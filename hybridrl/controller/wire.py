@@ -12,7 +12,7 @@ import torch
 from tensordict import TensorDict
 from torch import Tensor
 
-from hybridrl.batch import from_lengths, is_ragged, lengths, num_rows, objects
+from hybridrl.batch import from_lengths, is_ragged, lengths, num_rows, objects, objects_of
 from hybridrl.errors import BatchError
 
 # numpy has no bfloat16 or float8: such columns travel as integers of the same size.
@@ -48,7 +48,7 @@ def _pack_column(name: str, batch: TensorDict, start: int, stop: int) -> Column:
     if isinstance(stored, TensorDict):
         raise BatchError(f"field {name!r} is a nested batch; a batch holds tensors and Python objects.")
     if not isinstance(stored, Tensor):
-        return Column(list(batch[name])[start:stop], None, None)
+        return Column(objects_of(batch, name)[start:stop], None, None)
     if not is_ragged(stored):
         return Column(_to_numpy(stored[start:stop]), None, stored.dtype)
     offsets = stored.offsets()

@@ -1,0 +1,45 @@
+"""One Ray for the whole test session, and pools of tiny workers that tests share by size."""
+
+import os
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import pytest
+
+os.environ.setdefault("OMP_NUM_THREADS", "1")
+
+# More worker processes than this machine has cores: they are tiny.
+RAY_CPUS = 8
+
+
+@pytest.fixture(scope="session")
+def ray_cluster() -> Iterator[Any]:
+    """A `Cluster` on Ray, started once; `ray_cluster.pool(ranks=2)` starts processes of a test's own."""
+    import shutil
+
+    import ray
+
+    from hybridrl.config import ClusterConfig
+    from hybridrl.controller import Cluster
+    from hybridrl.controller.cluster import start_ray
+
+    temp_dir = start_ray(RAY_CPUS)
+    try:
+        with Cluster(ClusterConfig(call_timeout_s=120.0)) as cluster:
+            yield cluster
+    finally:
+        ray.shutdown()
+        shutil.rmtree(temp_dir, ignore_errors=True)
+
+
+@pytest.fixture(scope="session")
+def shared_pool(ray_cluster: Any) -> Callable[[int], Any]:
+    """`shared_pool(ranks)`: the pool of that many ranks that tests share; they must leave it usable."""
+    pools: dict[int, Any] = {}
+
+    def get(ranks: int) -> Any:
+        if ranks not in pools:
+            pools[ranks] = ray_cluster.pool(ranks)
+        return pools[ranks]
+
+    return get
