@@ -23,7 +23,16 @@ def _text(row: Row, name: str) -> str:
         raise DataError(f"field {name!r} must be text, got {type(value).__name__}.")
     if not value.strip():
         raise DataError(f"field {name!r} is empty.")
+    _check_unicode(value, name)
     return value
+
+
+def _check_unicode(text: str, name: str) -> None:
+    if not text.isascii():
+        try:
+            text.encode()
+        except UnicodeEncodeError as error:  # JSON can spell half a surrogate pair, which tokenizers don't take
+            raise DataError(f"field {name!r} is no valid Unicode text: {error.reason}.") from error
 
 
 def prompt_of(row: Row, name: str, chat_template: bool) -> str | Messages:
@@ -41,6 +50,7 @@ def prompt_of(row: Row, name: str, chat_template: bool) -> str | Messages:
         if not isinstance(message, dict) or not all(isinstance(message.get(k), str) for k in ("role", "content")):
             raise DataError(f"field {name!r}, message {i + 1} must be an object with texts role and content, "
                             f"got {str(message)[:80]}.")
+        _check_unicode(message["role"] + message["content"], name)
     # Columnar files fill absent keys with nulls, which templates would take for given ones.
     return [{k: v for k, v in message.items() if v is not None} for message in value]
 

@@ -89,7 +89,7 @@ def _jsonl(cfg: DataConfig, bad: BadRows, fields: list[str], key: str) -> Iterat
                 continue
             try:
                 row = json.loads(line)
-            except ValueError as error:  # JSON and UTF-8 errors alike
+            except (ValueError, RecursionError) as error:  # JSON and UTF-8 errors alike
                 bad.add(number, f"not JSON: {error}.")
                 continue
             if isinstance(row, dict):

@@ -2,13 +2,15 @@
 
 import importlib
 import inspect
-import math
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
 from hybridrl.errors import ConfigError, unknown
 from hybridrl.rewards.functions import REWARDS, extractor
+
+MAX_SCORE = 1e30
+"""Rewards are float32, and weights multiply scores: larger ones would become infinite."""
 
 INPUTS = ("response", "answer", "prompt", "task")
 
@@ -28,15 +30,15 @@ class BoundReward:
         if not hasattr(type(score), "__float__"):
             raise TypeError(f"returned {str(score)[:80]!r} ({type(score).__name__}), must be a number")
         value = float(score)
-        if not math.isfinite(value):
-            raise ValueError(f"returned {value}, must be finite")
+        if not abs(value) <= MAX_SCORE:  # false for NaN, too
+            raise ValueError(f"returned {value}, must be finite and at most {MAX_SCORE:g} in size")
         return value
 
 
 def bind(name: str, options: dict[str, Any]) -> BoundReward:
     """The reward function that `name` names, with `options`.
 
-    Raises ConfigError: no such function, an import that fails, or options or parameters that don't fit.
+    Raises ConfigError: no such function, an import that fails, options or parameters that don't fit.
     """
     function = REWARDS[name] if name in REWARDS else _imported(name)
     inputs = _inputs(function, name, options)

@@ -5,6 +5,7 @@ that row alone is marked, and the rest of the chunk goes to another worker. All 
 worker gets the next one, so neither side waits for the other to empty a full socket.
 """
 
+import contextlib
 import json
 import os
 import pickle
@@ -176,7 +177,8 @@ class _Worker:
             theirs.close()
             os.close(alive)
         self.connection = Connection(ours.detach())
-        self.connection.send(functions)
+        with contextlib.suppress(BrokenPipeError):  # it has died; the first read says how
+            self.connection.send(functions)
         self.ready = False
         self.rows: deque[int] = deque()
         self.expect_within(START_TIMEOUT_S)
@@ -192,15 +194,16 @@ class _Worker:
 
     def kill(self) -> None:
         """End the process and those it started, whatever they are doing."""
-        try:
+        with contextlib.suppress(ProcessLookupError):
             os.killpg(self.process.pid, signal.SIGKILL)
-        except ProcessLookupError:
-            pass
-        self.process.wait(TRANSFER_TIMEOUT_S)
+        with contextlib.suppress(subprocess.TimeoutExpired):  # stuck in the kernel; it dies when it comes back
+            self.process.wait(TRANSFER_TIMEOUT_S)
         self.connection.close()
         os.close(self._lifeline)
 
     def exit_status(self) -> str:
         """How the process ended, in words."""
         code = self.process.returncode
+        if code is None:
+            return "killed, not ended yet"
         return f"exit status {code}" if code >= 0 else f"signal {signal.Signals(-code).name}"
