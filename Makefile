@@ -1,4 +1,4 @@
-# make setup|demo|test|check. The first use creates .venv; PYTHON=python3.12 chooses the interpreter.
+# The first use of any command creates .venv with PYTHON (make setup PYTHON=python3.12); delete .venv to choose another.
 PYTHON ?= python3
 VENV := .venv
 RUN := $(VENV)/bin/python

@@ -28,7 +28,7 @@ OPTIONAL_MODULES = ("torchvision", "torchaudio", "torchcodec")
 ADVICE = (  # the first pattern found in a failed step's output decides
     (r"No space left on device|Disk quota exceeded",
      "The disk is full: setup needs about 6 GB under {root}, and room for pip's temporary files (set TMPDIR)."),
-    (r"Python\.h: No such file|command '\S*(cc|gcc|clang)\S*' failed|unable to execute '\S*(cc|gcc|clang)",
+    (r"Python\.h: No such file|ailed building wheel|Could not build wheels|Failed to build|error: command '\S*cc",
      "pycosat compiles C: install a compiler and Python's headers (Debian: apt-get install gcc libc6-dev python3-dev)"),
     (r"CERTIFICATE_VERIFY_FAILED|certificate verify failed",
      "The package index's certificate is not trusted: set PIP_CERT and SSL_CERT_FILE to your network's certificates."),
@@ -142,18 +142,23 @@ def create_environment(python):
         raise SetupError(".venv has Python {}.{}: delete it (rm -r .venv) and try again.".format(*facts["version"]))
 
 
+def pinned(name):
+    """The line of requirements.txt that pins a distribution."""
+    return next(line for line in (ROOT / "requirements.txt").read_text().split() if line.startswith(name + "=="))
+
+
 def install_torch(pip):
     """Install the pinned torch from where pip is configured, else from PyTorch's own index of CPU wheels."""
-    pin = next(line for line in (ROOT / "requirements.txt").read_text().split() if line.startswith("torch=="))
+    pin = pinned("torch")
     try:
-        run(f"installing {pin}", *(pip + ["--no-deps", pin]))
+        run(f"installing {pin}", *(pip + [pin]))
     except StepFailed as error:
         if "No matching distribution found" not in error.output:
             raise
         print(f"setup: pip's indexes do not have {pin}: trying PyTorch's CPU wheels", flush=True)
-        run(f"installing {UV}", *(pip + ["--no-deps", UV]))
+        run(f"installing {UV}", *(pip + [UV]))
         run(f"installing {pin} from PyTorch's CPU wheels", str(VENV / "bin" / "uv"), "pip", "install",
-            "--python", VENV_PYTHON, "--no-deps", "--torch-backend=cpu", pin)
+            "--python", VENV_PYTHON, "--no-cache", "--no-deps", "--torch-backend=cpu", pin)
 
 
 def drop_broken_modules():
@@ -170,12 +175,14 @@ def main():
     python, facts = choose_python()
     check_machine(facts)
     create_environment(python)
-    pip = [VENV_PYTHON, "-m", "pip", "install", "--disable-pip-version-check", "--progress-bar=off"]
+    # The list is complete and exact, so nothing is resolved (a dependency not in it is left out on purpose), and what has
+    # to be built is built with the pinned setuptools.
+    pip = [VENV_PYTHON, "-m", "pip", "install", "--disable-pip-version-check", "--progress-bar=off", "--no-deps"]
+    run("installing " + pinned("setuptools"), *(pip + [pinned("setuptools")]))
     install_torch(pip)
-    # The list is complete and exact, so nothing is resolved; a dependency left out of it is left out on purpose.
-    run("installing the pinned packages (3 to 5 minutes)", *(pip + ["--no-deps", "-r", "requirements.txt"]))
+    run("installing the pinned packages (2 to 5 minutes)", *(pip + ["--no-build-isolation", "-r", "requirements.txt"]))
     drop_broken_modules()
-    run("installing hybridrl", *(pip + ["--no-deps", "--no-build-isolation", "--editable", "."]))
+    run("installing hybridrl", *(pip + ["--no-build-isolation", "--editable", "."]))
     run("checking that the engines import", VENV_PYTHON, "-c", "import ray, torch, transformers, vllm, hybridrl")
     print("setup: .venv is ready", flush=True)
 

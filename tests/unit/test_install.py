@@ -46,7 +46,7 @@ def fake_python(tmp_path):
     ("output", "expected"),
     [
         ("OSError: [Errno 28] No space left on device", "disk is full"),
-        ("pycosat.c:8:10: fatal error: Python.h: No such file or directory", "compiler"),
+        ("ERROR: Failed building wheel for pycosat", "compiler"),
         ("error: command 'x86_64-linux-gnu-gcc' failed: No such file or directory", "compiler"),
         ("NewConnectionError('Name or service not known')\nERROR: No matching distribution found", "not reached"),
         ("ERROR: No matching distribution found for ray==2.60.0", "PIP_NO_INDEX"),
@@ -135,8 +135,8 @@ def test_torch_missing_from_pips_indexes_comes_from_its_own(install, monkeypatch
     steps = Steps(install, "ERROR: No matching distribution found for torch==2.13.0+cpu")
     monkeypatch.setattr(install, "run", steps)
     install.install_torch(["pip", "install"])
-    assert steps.commands[0] == ("pip", "install", "--no-deps", "torch==2.13.0+cpu")
-    assert steps.commands[1] == ("pip", "install", "--no-deps", install.UV)
+    assert steps.commands[0] == ("pip", "install", "torch==2.13.0+cpu")
+    assert steps.commands[1] == ("pip", "install", install.UV)
     assert {"--no-deps", "--torch-backend=cpu", "torch==2.13.0+cpu"} <= set(steps.commands[2])
 
 
