@@ -20,7 +20,7 @@ from hybridrl.algorithms.losses import (
     fraction,
     masked_loss,
 )
-from hybridrl.algorithms.masked import exact_mean, exp_clamped, log_ratio, select
+from hybridrl.algorithms.masked import exp_clamped, log_ratio, low_and_mean, select
 from hybridrl.algorithms.tables import option
 from hybridrl.errors import ConfigError
 
@@ -36,8 +36,8 @@ def token_covariance(advantages: Tensor, old_log_probs: Tensor, mask: Tensor) ->
     check_tokens(mask, advantages=advantages, old_log_probs=old_log_probs)
     score, lp = advantages.double(), old_log_probs.double()
     usable = mask & (score + lp).isfinite()
-    centred = (score - exact_mean(score[usable])) * (lp - exact_mean(lp[usable]))
-    return select(centred, usable)
+    score, lp = (x - sum(low_and_mean(x[usable])) for x in (score, lp))
+    return select(score * lp, usable)
 
 
 def _quota(frac: float, mask: Tensor) -> int:

@@ -66,7 +66,9 @@ def gae_advantages(
     last = torch.zeros_like(value[:, :1]) if bootstrap_values is None else bootstrap_values.double()[:, None]
     delta = select(folded + gamma * _next_value(value, mask, last.nan_to_num(posinf=0, neginf=0)) - value, keep)
 
-    decay = gamma * (lam if lam_alpha is None else (1 - 1 / (lam_alpha * mask.sum(1, keepdim=True))).clamp(0, 1))
+    decay = gamma * (
+        lam if lam_alpha is None else (1 - 1 / (lam_alpha * mask.sum(1, keepdim=True).double())).clamp(0, 1)
+    )
     advantages = backward_scan(delta, decay, keep)
     returned = advantages if critic_lam is None else backward_scan(delta, gamma * critic_lam, keep)
     returns = select(returned + value, mask)

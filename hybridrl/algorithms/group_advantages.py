@@ -143,10 +143,8 @@ def opo_advantages(
     """
     groups, rows, _ = outcome_groups(mask, group_ids, rewards, token_rewards, trajectory_ids)
     lengths = rows.total(mask.sum(dim=1))
-    baseline = groups.mean(lengths)[groups.index]
     some = groups.sum(lengths)[groups.index] > 0
-    # A lone member with tokens is its own mean; one constant group's weighted mean is exactly its value.
-    scalars = torch.where(some & groups.valid, groups.rewards - baseline, 0.0)
+    scalars = torch.where(some, groups.centred(weights=lengths), 0.0)
     return broadcast(scalars[rows.index], mask, output_dtype(rewards, token_rewards))
 
 

@@ -9,6 +9,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from hybridrl.algorithms.masked import centre
 from hybridrl.errors import BatchError
 
 
@@ -51,27 +52,38 @@ class Groups:
         """[num_groups] number of valid members, float64."""
         return self.sum(torch.ones_like(self.rewards))
 
-    def mean(self, weights: Tensor | None = None) -> Tensor:
-        """[num_groups] (weighted) mean reward, exactly the common value of a constant group; 0 if empty."""
-        weights = torch.ones_like(self.rewards) if weights is None else weights.double()
-        total = self.sum(weights)
-        mean = self.sum(weights * self.rewards) / total.clamp(min=torch.finfo(torch.float64).tiny)
-        inside = mean.clamp(self.min(self.rewards, weights > 0), self.max(self.rewards, weights > 0))
-        return torch.where(total > 0, inside, 0.0)
+    def baseline(self, weights: Tensor | None = None) -> tuple[Tensor, Tensor]:
+        """[num_groups] smallest reward and how far the (weighted) mean lies above it; 0 and 0 if empty.
 
-    def centred(self, singleton: str = "zero") -> Tensor:
-        """[N] reward minus group mean; exactly 0 in a constant group.
+        Kept apart because their sum rounds: after subtracting the smallest reward first, a constant group gives
+        exactly 0 and a huge common offset does not matter.
+        """
+        weights = torch.ones_like(self.rewards) if weights is None else weights.double()
+        low = self.min(self.rewards, weights > 0)
+        low = torch.where(low.isfinite(), low, 0.0)
+        total = self.sum(weights)
+        above = self.sum(weights * (self.rewards - low[self.index])) / torch.where(total > 0, total, 1.0)
+        return low, above
+
+    def mean(self) -> Tensor:
+        """[num_groups] mean reward, exactly the common value of a constant group; 0 if empty."""
+        low, above = self.baseline()
+        return low + above
+
+    def centred(self, singleton: str = "zero", weights: Tensor | None = None) -> Tensor:
+        """[N] reward minus (weighted) group mean; exactly 0 in a constant group.
 
         A lone valid member has no baseline: 0, or its reward with singleton = "raw".
         """
-        centred = self.rewards - self.mean()[self.index]
+        low, above = self.baseline(weights)
+        centred = (self.rewards - low[self.index]) - above[self.index]
         if singleton == "raw":
             centred = torch.where(self.count()[self.index] == 1, self.rewards, centred)
         return torch.where(self.valid, centred, 0.0)
 
     def std(self) -> Tensor:
         """[num_groups] sample standard deviation (n - 1); 0 with fewer than two valid members."""
-        squares = self.sum((self.rewards - self.mean()[self.index]).square())
+        squares = self.sum(self.centred().square())
         return (squares / (self.count() - 1).clamp(min=1)).sqrt()
 
 
@@ -121,14 +133,10 @@ def std_of(values: Tensor) -> Tensor:
     """Sample standard deviation of a 1-d float64 tensor: two passes, 0 with fewer than two values."""
     if values.numel() < 2:
         return values.new_zeros(())
-    mean = values.mean().clamp(values.min(), values.max())
-    return ((values - mean).square().sum() / (values.numel() - 1)).sqrt()
+    return (centre(values).square().sum() / (values.numel() - 1)).sqrt()
 
 
 def exact_standardize(values: Tensor, valid: Tensor, eps: float) -> Tensor:
     """(x - mean) / (std + eps) over valid entries of a 1-d float64 tensor; 0 when constant or invalid."""
     chosen = values[valid]
-    if chosen.numel() < 2:
-        return torch.zeros_like(values)
-    mean = chosen.mean().clamp(chosen.min(), chosen.max())
-    return torch.where(valid, (values - mean) / (std_of(chosen) + eps), 0.0)
+    return torch.zeros_like(values).masked_scatter(valid, centre(chosen) / (std_of(chosen) + eps))

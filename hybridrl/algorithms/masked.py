@@ -90,14 +90,24 @@ def _columns(mask: Tensor) -> Tensor:
     return torch.arange(mask.shape[1], dtype=torch.int32, device=mask.device)
 
 
-def exact_mean(x: Tensor, weights: Tensor | None = None) -> Tensor:
-    """Mean of a 1-d float64 tensor, kept inside [min, max] so that equal values have exactly their value."""
+def centre(values: Tensor, weights: Tensor | None = None) -> Tensor:
+    """Values of a 1-d float64 tensor minus their (weighted) mean; entries of weight 0 don't count in it.
+
+    The smallest value goes first, so equal values give exactly 0 and a huge common offset does not matter.
+    """
+    low, above = low_and_mean(values, weights)
+    return (values - low) - above
+
+
+def low_and_mean(values: Tensor, weights: Tensor | None = None) -> tuple[Tensor, Tensor]:
+    """Smallest entry (0-d) of a 1-d float64 tensor and how far the (weighted) mean lies above; 0, 0 if empty."""
     if weights is not None:
-        x, weights = x[weights > 0], weights[weights > 0]
-    if x.numel() == 0:
-        return x.new_zeros(())
-    mean = x.mean() if weights is None else (x * weights).sum() / weights.sum()
-    return mean.clamp(x.min(), x.max())
+        values, weights = values[weights > 0], weights[weights > 0]
+    if values.numel() == 0:
+        return values.new_zeros(()), values.new_zeros(())
+    low = values.min()
+    above = values - low
+    return low, above.mean() if weights is None else (above * weights).sum() / weights.sum()
 
 
 def whiten(x: Tensor, mask: Tensor, *, shift_mean: bool = True) -> Tensor:
@@ -113,11 +123,11 @@ def whiten(x: Tensor, mask: Tensor, *, shift_mean: bool = True) -> Tensor:
         [B, R] float64, zero where mask is false.
     """
     values = x[mask].double()
-    mean = exact_mean(values)
-    centred = values - mean
+    low, above = low_and_mean(values)
+    centred = (values - low) - above
     count = values.numel()
     variance = centred.square().sum() / (count - 1) if count > 1 else values.new_zeros(())
     white = centred / (variance + 1e-8).sqrt()
     if not shift_mean:
-        white = white + mean
+        white = white + (low + above)
     return torch.zeros_like(x, dtype=torch.float64).masked_scatter(mask, white)

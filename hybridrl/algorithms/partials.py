@@ -11,6 +11,8 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
+from hybridrl.algorithms.masked import low_and_mean
+
 Number = Any
 """A number or a 0-d tensor."""
 
@@ -151,5 +153,5 @@ def moments_of(x: Tensor, mask: Tensor) -> Moments:
     values = x.detach()[mask].double()
     if values.numel() == 0:
         return Moments(0, 0.0, 0.0)
-    mean = values.mean().clamp(values.min(), values.max())
-    return Moments(values.numel(), mean, (values - mean).square().sum())
+    low, above = low_and_mean(values)
+    return Moments(values.numel(), low + above, ((values - low) - above).square().sum())

@@ -9,7 +9,7 @@ from torch import Tensor
 from hybridrl.algorithms.advantages import ADVANTAGES, Advantages, cast, outcome_groups, output_dtype
 from hybridrl.algorithms.columns import check_ids, need
 from hybridrl.algorithms.groups import Groups, Trajectories
-from hybridrl.algorithms.masked import exact_mean, first_trainable, select, whiten
+from hybridrl.algorithms.masked import first_trainable, low_and_mean, select, whiten
 from hybridrl.algorithms.returns import folded_rewards, reward_to_go
 from hybridrl.algorithms.reward_shaping import kl_in_reward
 from hybridrl.algorithms.tables import option
@@ -59,9 +59,9 @@ def reinforce_advantages(
     check_ids(mask, group_ids=group_ids, trajectory_ids=trajectory_ids)
     returns = reward_to_go(folded, mask, gamma)
     keep = mask & valid[:, None]
-    constant = _baseline(returns, keep, baseline, group_ids, trajectory_ids, moving_baseline, singleton)
+    low, above = _baseline(returns, keep, baseline, group_ids, trajectory_ids, moving_baseline, singleton)
     dtype = output_dtype(rewards, token_rewards)
-    return Advantages(cast(select(returns - constant, keep), dtype), cast(returns, dtype))
+    return Advantages(cast(select((returns - low) - above, keep), dtype), cast(returns, dtype))
 
 
 def _baseline(
@@ -72,21 +72,22 @@ def _baseline(
     trajectory_ids: Tensor | None,
     moving: Tensor | float | None,
     singleton: str,
-) -> Tensor:
-    """What to subtract from `returns`: [], [B, 1] or, for lone group members, the returns themselves."""
-    episodes, weights = _episodes(returns, keep, trajectory_ids)
+) -> tuple[Tensor, Tensor]:
+    """What to subtract from `returns`, in two parts that must not be added first (see `Groups.baseline`)."""
+    zero = returns.new_zeros(())
     if kind == "none":
-        return returns.new_zeros(())
+        return zero, zero
     if kind == "moving":
         moving = need("baseline 'moving'", "moving_baseline", moving)
-        return torch.as_tensor(moving, dtype=returns.dtype, device=returns.device)
+        return torch.as_tensor(moving, dtype=returns.dtype, device=returns.device), zero
+    episodes, weights = _episodes(returns, keep, trajectory_ids)
     if kind == "batch":
-        return exact_mean(episodes, weights)
+        return low_and_mean(episodes, weights)
     group_ids = need("baseline 'group'", "group_ids", group_ids)
     groups = Groups.of(torch.where(weights > 0, episodes, torch.nan), group_ids)
-    mean = groups.mean(weights)[groups.index][:, None]
-    lone = (groups.sum(weights)[groups.index] < 1.5)[:, None]
-    return torch.where(lone, returns if singleton == "zero" else 0.0, mean)
+    low, above = (x[groups.index][:, None] for x in groups.baseline(weights))
+    lone = (groups.sum(weights)[groups.index] < 1.5)[:, None]  # weights of one trajectory's rows add up to 1
+    return torch.where(lone, returns if singleton == "zero" else zero, low), torch.where(lone, zero, above)
 
 
 def _episodes(returns: Tensor, keep: Tensor, trajectory_ids: Tensor | None) -> tuple[Tensor, Tensor]:
@@ -106,7 +107,7 @@ def mean_return(
     """Mean episode return over scorable rows with trainable tokens: what `MovingBaseline.update` takes."""
     folded, valid = folded_rewards(mask, rewards, token_rewards)
     episodes, weights = _episodes(reward_to_go(folded, mask, gamma), mask & valid[:, None], None)
-    return float(exact_mean(episodes, weights))
+    return float(sum(low_and_mean(episodes, weights)))
 
 
 class MovingBaseline:

@@ -70,12 +70,13 @@ def turn_level_advantages(
     for j in range(count - 2, -1, -1):
         per_turn[:, j] += gamma * per_turn[:, j + 1]
     returns = select(per_turn.gather(1, turns.clamp(min=0)), mask)
-    constant = 0.0
+    low = above = returns.new_zeros(())
     if baseline == "group":
         group_ids = need("baseline 'group'", "group_ids", group_ids)
         counted = valid & mask.any(dim=1)
         groups = Groups.of(torch.where(counted, per_turn[:, 0], torch.nan), group_ids)
         lone = (groups.count()[groups.index] < 2)[:, None]
-        constant = torch.where(lone, returns, groups.mean()[groups.index][:, None])
-    advantages = select(returns - constant, mask & valid[:, None])
+        low, above = (x[groups.index][:, None] for x in groups.baseline())
+        low, above = torch.where(lone, returns, low), torch.where(lone, 0.0, above)
+    advantages = select((returns - low) - above, mask & valid[:, None])
     return Advantages(cast(advantages, dtype), cast(returns, dtype))
