@@ -35,7 +35,8 @@ def recipe(name: str, config_class: type[Config]) -> Callable[[Callable[[Config]
                 if parsed is not None:
                     function(parsed)
             except HybridRLError as error:
-                details = f"\n{error.remote_traceback}" if isinstance(error, WorkerError) else ""
+                a_bug = isinstance(error, WorkerError) and not isinstance(error.__cause__, HybridRLError)
+                details = f"\n{error.remote_traceback}" if a_bug else ""
                 print(f"{name}: {error}{details}", file=sys.stderr)
                 sys.exit(2 if isinstance(error, ConfigError) else 1)
             except KeyboardInterrupt as stop:

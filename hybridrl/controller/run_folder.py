@@ -12,6 +12,7 @@ import json
 import os
 import time
 from collections.abc import Iterator
+from contextlib import suppress
 from dataclasses import asdict
 from pathlib import Path
 from typing import IO, Any
@@ -70,7 +71,7 @@ def changed_options(folder: Path, config: Any) -> list[str]:
     try:
         old = dict(_flat(yaml.safe_load((folder / "config.yaml").read_text())))
     except (yaml.YAMLError, AttributeError):
-        raise ConfigError(f"{folder}/config.yaml can't be read; restore it or choose another trainer.run_dir.") from None
+        raise ConfigError(f"{folder}/config.yaml is damaged; restore it or choose another trainer.run_dir.") from None
     new = dict(_flat(asdict(config)))
     keys = [key for key in {**old, **new} if old.get(key) != new.get(key) and key != "trainer.run_dir"]
     return [f"{key}: {old.get(key, 'unset')} -> {new.get(key, 'unset')}" for key in keys]
@@ -110,7 +111,8 @@ class LineFile:
 
     def close(self) -> None:
         """Close the file."""
-        self._file.close()
+        with suppress(OSError):  # every line was flushed: what is left is one whose failure was raised
+            self._file.close()
 
 
 def _replace(path: Path, text: str) -> None:
