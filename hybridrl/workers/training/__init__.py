@@ -1,0 +1,1 @@
+"""FSDP2 training of Hugging Face causal language models: log-probs, updates, checkpoints, export."""

@@ -1,0 +1,184 @@
+"""The policy as a module: a Hugging Face causal language model that returns log-probs, loaded and sharded.
+
+`PolicyModel.forward` is the one way in, so that FSDP's hooks around it gather every weight it uses, the
+language-model head included.
+"""
+
+from pathlib import Path
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
+from torch.distributed.tensor import distribute_tensor
+from torch.utils.checkpoint import checkpoint
+from transformers import AutoConfig, AutoModelForCausalLM, PretrainedConfig, PreTrainedModel
+
+from hybridrl.config import ModelConfig
+from hybridrl.errors import ModelError
+from hybridrl.models import resolve_model
+from hybridrl.workers.training.attention import ATTENTION, Group
+from hybridrl.workers.training.log_probs import token_log_probs
+
+LAYER_TYPES = {"full_attention", "sliding_attention"}
+"""Kinds of layer that packing keeps apart; a recurrent layer would carry state from one sequence to the next."""
+
+
+class PolicyModel(nn.Module):
+    """Log-probs of the response tokens of one packed row."""
+
+    def __init__(self, causal_lm: PreTrainedModel):
+        super().__init__()
+        self.causal_lm = causal_lm
+
+    def forward(self, input_ids: Tensor, position_ids: Tensor, predictors: Tensor, targets: Tensor,
+                groups: list[Group], temperature: float, chunk: int, entropies: bool) -> tuple[Tensor, Tensor | None]:
+        """Shapes as in MicroBatch; returns log-probs [N] and entropies [N] or None, as `token_log_probs` does."""
+        hidden = self.causal_lm.base_model(input_ids=input_ids, position_ids=position_ids, use_cache=False,
+                                           groups=groups).last_hidden_state[0]
+        head = self.causal_lm.get_output_embeddings()
+        return token_log_probs(hidden[predictors], head.weight, head.bias, targets, temperature, chunk, entropies)
+
+    def layers(self) -> list[nn.Module]:
+        """The decoder layers: the units of sharding and of activation checkpointing."""
+        names = set(self.causal_lm._no_split_modules or ())
+        return [module for module in self.causal_lm.modules() if type(module).__name__ in names]
+
+    def checkpoint_layers(self) -> None:
+        """Keep only each layer's input in the forward pass; compute the rest again in the backward pass."""
+        for layer in self.layers():
+            layer.forward = _recomputed(layer.forward)
+
+
+def _recomputed(forward):
+    def run(*args, **kwargs):
+        return checkpoint(forward, *args, use_reentrant=False, **kwargs)
+    return run
+
+
+def make_mesh(device: torch.device) -> DeviceMesh:
+    """One shard dimension over all ranks of the default process group."""
+    return init_device_mesh(device.type, (dist.get_world_size(),), mesh_dim_names=("shard",))
+
+
+def load_policy(cfg: ModelConfig, mesh: DeviceMesh, device: torch.device, dtype: torch.dtype,
+                trainable: bool, recompute_layers: bool) -> PolicyModel:
+    """Load a model folder, sharded over the mesh.
+
+    Rank 0 reads the weights in their stored dtype and hands out shards one parameter at a time: nobody else
+    ever holds a whole model. One CPU rank keeps plain tensors, which saves FSDP's copies.
+
+    Args:
+        dtype: of the parameters kept between steps; compute is bfloat16 on CUDA and this dtype elsewhere.
+        recompute_layers: activation checkpointing.
+    Raises:
+        ModelError: on every rank, naming what is wrong with the folder.
+    """
+    folder = resolve_model(cfg.path)
+    if mesh.size() == 1 and device.type == "cpu":
+        model = PolicyModel(_read(folder, cfg.trust_remote_code, dtype))
+        _prepare(model, trainable, recompute_layers)
+        return model
+    source, dtypes = _read_on_first(folder, cfg.trust_remote_code)
+    with torch.device("meta"):
+        model = PolicyModel(AutoModelForCausalLM.from_config(
+            _config(folder, cfg.trust_remote_code), dtype=dtype, trust_remote_code=cfg.trust_remote_code,
+            **_implementation(dtype)))
+    _prepare(model, trainable, recompute_layers)
+    shard(model, mesh, device)
+    _hand_out(model.causal_lm, source, dtypes, mesh, device)
+    return model
+
+
+def _prepare(model: PolicyModel, trainable: bool, recompute_layers: bool) -> None:
+    # eval() only turns dropout and router noise off here: log-probs and updates must see the same function.
+    model.eval().requires_grad_(trainable)
+    if recompute_layers and trainable:
+        model.checkpoint_layers()
+
+
+def shard(model: PolicyModel, mesh: DeviceMesh, device: torch.device) -> None:
+    """Shard a meta model by layer, and allocate this rank's shards on `device` without values."""
+    compute = torch.bfloat16 if device.type == "cuda" else None
+    policy = MixedPrecisionPolicy(param_dtype=compute, reduce_dtype=torch.float32 if compute else None)
+    for layer in model.layers():
+        fully_shard(layer, mesh=mesh, mp_policy=policy)
+    fully_shard(model, mesh=mesh, mp_policy=policy)
+    for module in model.modules():
+        if hasattr(module, "set_gradient_divide_factor"):
+            # The loss already carries global coefficients: gradients are summed over ranks, not averaged.
+            module.set_gradient_divide_factor(1.0)
+            module.set_force_sum_reduction_for_comms(True)
+    model.to_empty(device=device)
+
+
+def _config(folder: Path, trust_remote_code: bool) -> PretrainedConfig:
+    try:
+        config = AutoConfig.from_pretrained(folder, trust_remote_code=trust_remote_code, local_files_only=True)
+    except (ValueError, OSError, KeyError) as error:
+        raise ModelError(f"Can't read the config of model folder {folder}: {_first_line(error)}") from error
+    others = set(getattr(config, "layer_types", None) or ()) - LAYER_TYPES
+    if others:
+        raise ModelError(f"Model folder {folder} has layers of type {', '.join(sorted(others))}; "
+                         f"training supports {', '.join(sorted(LAYER_TYPES))}.")
+    return config
+
+
+def _read(folder: Path, trust_remote_code: bool, dtype: torch.dtype | str) -> PreTrainedModel:
+    """The whole model on CPU; every parameter must come from the folder and every stored weight must have a place."""
+    config = _config(folder, trust_remote_code)
+    try:
+        model, info = AutoModelForCausalLM.from_pretrained(
+            folder, config=config, dtype=dtype, output_loading_info=True, use_safetensors=True,
+            local_files_only=True, trust_remote_code=trust_remote_code, **_implementation(dtype))
+    except (ValueError, OSError, RuntimeError, KeyError) as error:
+        raise ModelError(f"Can't load model folder {folder}: {_first_line(error)}") from error
+    for problem, what in (("missing_keys", "lacks weights that its config asks for"),
+                          ("mismatched_keys", "has weights of another shape than its config says"),
+                          ("unexpected_keys", "has weights that its config has no place for")):
+        if info[problem]:
+            names = sorted(str(key) for key in info[problem])
+            more = f" and {len(names) - 3} more" if len(names) > 3 else ""
+            raise ModelError(f"Model folder {folder} {what}: {', '.join(names[:3])}{more}.")
+    return model
+
+
+def _implementation(dtype: torch.dtype | str) -> dict[str, str]:
+    # The grouped matrix product of experts does not exist in float64.
+    experts = {"experts_implementation": "eager"} if dtype == torch.float64 else {}
+    return {"attn_implementation": ATTENTION, **experts}
+
+
+def _first_line(error: Exception) -> str:
+    lines = str(error).strip().splitlines()
+    return lines[0] if lines else type(error).__name__
+
+
+def _read_on_first(folder: Path, trust_remote_code: bool) -> tuple[dict[str, Tensor], dict[str, torch.dtype]]:
+    """Rank 0: all parameters and buffers by name, in stored dtypes. Everybody: their dtypes. Errors reach all ranks."""
+    source: dict[str, Tensor] = {}
+    outcome: list = [None, None]
+    if dist.get_rank() == 0:
+        try:
+            model = _read(folder, trust_remote_code, "auto")
+            source = {**dict(model.named_parameters()), **dict(model.named_buffers())}
+            outcome[1] = {name: tensor.dtype for name, tensor in source.items()}
+        except ModelError as error:
+            outcome[0] = str(error)
+    dist.broadcast_object_list(outcome, src=0)
+    if outcome[0] is not None:
+        raise ModelError(outcome[0])
+    return source, outcome[1]
+
+
+@torch.no_grad()
+def _hand_out(model: PreTrainedModel, source: dict[str, Tensor], dtypes: dict[str, torch.dtype],
+              mesh: DeviceMesh, device: torch.device) -> None:
+    for name, parameter in model.named_parameters():
+        whole = source.pop(name).to(device) if source else torch.empty(parameter.shape, dtype=dtypes[name], device=device)
+        parameter.copy_(distribute_tensor(whole, mesh, parameter.placements))
+    for name, buffer in model.named_buffers():
+        whole = source.pop(name).to(device) if source else torch.empty(buffer.shape, dtype=dtypes[name], device=device)
+        dist.broadcast(whole, src=0)
+        buffer.copy_(whole)

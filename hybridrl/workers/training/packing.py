@@ -1,0 +1,139 @@
+"""Micro-batches: which rows go together, and how their tokens lie in one packed row.
+
+A row feeds its prompt and its response but for the last token, which nothing predicts from. Rows without a
+response cost nothing and stay in the batch.
+"""
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+
+import torch
+from tensordict import TensorDict
+from torch import Tensor
+
+from hybridrl.batch import FIELDS, lengths, require
+from hybridrl.errors import BatchError
+from hybridrl.workers.training.attention import Group, group_lengths
+
+
+@dataclass(frozen=True, slots=True)
+class MicroBatch:
+    """One forward pass: T fed tokens of b rows with N response tokens in all, the longest R.
+
+    A micro-batch without rows feeds one token and has no targets; it only takes part in collectives.
+    """
+
+    rows: list[int]
+    """Row numbers in the batch, longest first."""
+    input_ids: Tensor
+    """[1, T] int64."""
+    position_ids: Tensor
+    """[1, T] int64, from 0 in every row."""
+    predictors: Tensor
+    """[N] int64: the fed token whose hidden state predicts each response token."""
+    targets: Tensor
+    """[N] int64: the response tokens."""
+    sources: Tensor
+    """[N] int64, on CPU: where each response token lies in the batch's ragged columns."""
+    cells: Tensor
+    """[N] int64: where each response token lies in the padded [b, R] view, flattened."""
+    width: int
+    """R."""
+    groups: list[Group]
+    """Attention calls."""
+
+    def padded(self, values: Tensor) -> Tensor:
+        """[N] values as right-padded [b, R], zero in the padding; keeps the gradient."""
+        cells = values.new_zeros(len(self.rows) * self.width)
+        return cells.index_copy(0, self.cells, values).view(len(self.rows), self.width)
+
+
+def fed_lengths(batch: TensorDict) -> list[int]:
+    """Tokens that each row feeds to the model.
+
+    Raises BatchError for a row with a response and no prompt: nothing predicts its first token.
+    """
+    require(batch, "prompt_ids", "response_ids")
+    prompts, responses = lengths(batch["prompt_ids"]).tolist(), lengths(batch["response_ids"]).tolist()
+    for row, (prompt, response) in enumerate(zip(prompts, responses, strict=True)):
+        if response and not prompt:
+            raise BatchError(f"row {row} has a response and an empty prompt; a prompt needs at least one token.")
+    return [p + r - 1 if r else 0 for p, r in zip(prompts, responses, strict=True)]
+
+
+def cut(sizes: list[int], budget: int) -> list[list[int]]:
+    """First-fit by decreasing size: bins of row numbers with at most `budget` tokens each.
+
+    A row larger than the budget gets a bin of its own. Rows in a bin are ordered by decreasing size.
+    """
+    bins: list[list[int]] = []
+    room: list[int] = []
+    for row in sorted(range(len(sizes)), key=lambda i: -sizes[i]):
+        fit = next((i for i, left in enumerate(room) if sizes[row] <= left), None)
+        if fit is None:
+            bins.append([])
+            room.append(budget)
+            fit = len(bins) - 1
+        bins[fit].append(row)
+        room[fit] -= sizes[row]
+    return bins
+
+
+def micro_batches(batch: TensorDict, bins: list[list[int]], device: torch.device) -> Iterator[MicroBatch]:
+    """One micro-batch a bin, in order; an empty bin gives a micro-batch without rows."""
+    prompts, responses = batch["prompt_ids"], batch["response_ids"]
+    for rows in bins:
+        yield _micro_batch(prompts, responses, rows, device)
+
+
+def _micro_batch(prompts: Tensor, responses: Tensor, rows: list[int], device: torch.device) -> MicroBatch:
+    prompt_offsets, response_offsets = prompts.offsets().tolist(), responses.offsets().tolist()
+    width = max((response_offsets[row + 1] - response_offsets[row] for row in rows), default=0)
+    inputs, positions, predictors, sources, cells, sizes = [], [], [], [], [], []
+    fed = 0
+    for i, row in enumerate(rows):
+        first, last = response_offsets[row], response_offsets[row + 1]
+        if first == last:
+            continue
+        prompt = prompts.values()[prompt_offsets[row]:prompt_offsets[row + 1]]
+        size = len(prompt) + last - first - 1
+        inputs += [prompt, responses.values()[first:last - 1]]
+        positions.append(torch.arange(size))
+        predictors.append(torch.arange(fed + len(prompt) - 1, fed + size))
+        sources.append(torch.arange(first, last))
+        cells.append(torch.arange(i * width, i * width + last - first))
+        sizes.append(size)
+        fed += size
+    if not sizes:
+        inputs, positions, sizes = [torch.zeros(1, dtype=torch.int64)], [torch.zeros(1, dtype=torch.int64)], [1]
+    source = _cat(sources)
+    return MicroBatch(
+        rows=rows, input_ids=torch.cat(inputs)[None].to(device), position_ids=torch.cat(positions)[None].to(device),
+        predictors=_cat(predictors).to(device), targets=responses.values()[source].to(device), sources=source,
+        cells=_cat(cells).to(device), width=width, groups=group_lengths(sizes, device))
+
+
+def _cat(parts: list[Tensor]) -> Tensor:
+    return torch.cat(parts) if parts else torch.zeros(0, dtype=torch.int64)
+
+
+def columns(batch: TensorDict, part: MicroBatch, device: torch.device) -> dict[str, Tensor]:
+    """The batch's tensor columns for the rows of a micro-batch: per-token ones padded [b, R], per-row ones [b, ...].
+
+    Prompt columns and columns of Python objects are left out.
+    Raises BatchError when a per-token column has other row lengths than `response_ids`.
+    """
+    sizes = lengths(batch["response_ids"])
+    picked = {}
+    for name in batch.keys():
+        column = batch.get(name)
+        if not isinstance(column, Tensor) or (name in FIELDS and FIELDS[name].shape == "T"):
+            continue
+        if not column.is_nested:
+            picked[name] = column[torch.tensor(part.rows, dtype=torch.int64)].to(device)
+        elif torch.equal(lengths(column), sizes):
+            picked[name] = part.padded(column.values()[part.sources].to(device))
+        else:
+            raise BatchError(f"field {name!r} has rows of {lengths(column).tolist()} tokens, "
+                             f"response_ids of {sizes.tolist()}.")
+    return picked
