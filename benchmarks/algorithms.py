@@ -57,6 +57,7 @@ def make_columns(rows: int, width: int, device: str) -> dict[str, Any]:
         "values": torch.rand(rows, width, generator=generator),
         "entropies": torch.rand(rows, width, generator=generator),
         "advantages": torch.randn(rows, width, generator=generator),
+        "sum_squared_probs": old.exp().square(),
         "returns": torch.rand(rows, width, generator=generator),
     }
     return {name: value.to(device) for name, value in made.items()}

@@ -50,11 +50,11 @@ from hybridrl.algorithms.metrics import (
     reward_metrics,
     staleness_metrics,
 )
+from hybridrl.algorithms.moving_baselines import AgentBaselines, MovingBaseline, mean_return
+from hybridrl.algorithms.optimal_baseline import optimal_token_baseline_advantages
 from hybridrl.algorithms.partials import Max, Mean, Min, Moments, finalize, merge
 from hybridrl.algorithms.pass_k_advantages import pass_at_k_advantages, pass_at_k_marginal_advantages
 from hybridrl.algorithms.reinforce import (
-    MovingBaseline,
-    mean_return,
     reinforce_advantages,
     reinforce_pp_advantages,
     reinforce_pp_baseline_advantages,
@@ -74,6 +74,7 @@ __all__ = [
     "AdaptiveEntropy",
     "AdaptiveKL",
     "Advantages",
+    "AgentBaselines",
     "CORRECTIONS",
     "Correction",
     "Entry",
@@ -132,6 +133,7 @@ __all__ = [
     "mismatch_metrics",
     "off_policy_sequence_mask",
     "opo_advantages",
+    "optimal_token_baseline_advantages",
     "option",
     "overlong_penalty",
     "pass_at_k",

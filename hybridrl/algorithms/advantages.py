@@ -13,7 +13,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from hybridrl.algorithms.columns import check_ids, check_rows, check_tokens, need
+from hybridrl.algorithms.columns import check_ids, check_rows, check_tokens, given, need
 from hybridrl.algorithms.groups import Groups, Trajectories
 from hybridrl.algorithms.masked import select
 from hybridrl.algorithms.returns import folded_rewards, reward_to_go, row_scores
@@ -71,7 +71,7 @@ def outcome_groups(
     with `token_rewards` the trajectory's outcome is the sum over its rows.
     """
     need("a group estimator", "group_ids", group_ids)
-    check_ids(mask, group_ids=group_ids, trajectory_ids=trajectory_ids)
+    check_ids(mask, group_ids=group_ids, **given(trajectory_ids=trajectory_ids))
     scores = row_scores(mask, rewards, token_rewards)
     rows = Trajectories.of(scores, trajectory_ids)
     outcome = rows.same("rewards", scores) if token_rewards is None else rows.total(scores)
@@ -138,7 +138,7 @@ def distill_advantages(
     Source: the per-token reverse KL as reward; specification 3.13 (c).
     """
     check_tokens(mask, teacher_log_probs=teacher_log_probs, old_log_probs=old_log_probs)
-    check_rows(mask, rewards=rewards)
+    check_rows(mask, **given(rewards=rewards))
     gap = select(teacher_log_probs.double() - old_log_probs.double(), mask)
     gap = gap.nan_to_num(nan=0.0, posinf=20.0, neginf=-20.0)
     if reward_coef > 0:

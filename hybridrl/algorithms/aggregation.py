@@ -15,7 +15,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from hybridrl.algorithms.columns import check_ids, check_mask, check_tokens, need
+from hybridrl.algorithms.columns import check_ids, check_mask, check_tokens, given, need
 from hybridrl.algorithms.groups import Trajectories
 from hybridrl.algorithms.masked import select
 from hybridrl.algorithms.tables import Table, option
@@ -55,7 +55,7 @@ def _sequences(mask: Tensor, trajectory_ids: Tensor | None, per_trajectory: bool
     """Token count of each row's sequence [B] float64 and number of non-empty sequences (0-d)."""
     if per_trajectory:
         trajectory_ids = need("per_trajectory", "trajectory_ids", trajectory_ids)
-    check_ids(mask, trajectory_ids=trajectory_ids)
+    check_ids(mask, **given(trajectory_ids=trajectory_ids))
     lengths = mask.sum(dim=1)
     rows = Trajectories.of(lengths, trajectory_ids if per_trajectory else None)
     totals = rows.total(lengths)

@@ -13,6 +13,11 @@ from hybridrl.errors import BatchError
 T = TypeVar("T")
 
 
+def given(**tensors: Tensor | None) -> dict[str, Tensor]:
+    """The optional columns that are not None, for the checks below."""
+    return {name: tensor for name, tensor in tensors.items() if tensor is not None}
+
+
 def check_mask(mask: Tensor) -> None:
     """Raise BatchError unless `mask` is a [B, R] bool tensor."""
     if not isinstance(mask, Tensor):
@@ -21,32 +26,26 @@ def check_mask(mask: Tensor) -> None:
         raise BatchError(f"'mask' must be bool [B, R], got {mask.dtype} {list(mask.shape)}.")
 
 
-def check_tokens(mask: Tensor, **tensors: Tensor | None) -> None:
-    """Raise BatchError unless each given tensor is floating point with the shape of `mask`."""
+def check_tokens(mask: Tensor, **tensors: Tensor) -> None:
+    """Raise BatchError unless each tensor is floating point with the shape of `mask`."""
     check_mask(mask)
     for name, tensor in tensors.items():
-        if tensor is None:
-            continue
         if not isinstance(tensor, Tensor) or not tensor.is_floating_point() or tensor.shape != mask.shape:
             raise BatchError(f"{name!r} must be floating point {list(mask.shape)} like 'mask', got {_got(tensor)}.")
 
 
-def check_rows(mask: Tensor, **tensors: Tensor | None) -> None:
-    """Raise BatchError unless each given tensor is floating point [B]."""
+def check_rows(mask: Tensor, **tensors: Tensor) -> None:
+    """Raise BatchError unless each tensor is floating point [B]."""
     check_mask(mask)
     for name, tensor in tensors.items():
-        if tensor is None:
-            continue
         if not isinstance(tensor, Tensor) or not tensor.is_floating_point() or tensor.shape != mask.shape[:1]:
             raise BatchError(f"{name!r} must be floating point [{mask.shape[0]}], one a row, got {_got(tensor)}.")
 
 
-def check_ids(mask: Tensor, **tensors: Tensor | None) -> None:
-    """Raise BatchError unless each given tensor is an integer tensor [B]."""
+def check_ids(mask: Tensor, **tensors: Tensor) -> None:
+    """Raise BatchError unless each tensor is an integer tensor [B]."""
     check_mask(mask)
     for name, tensor in tensors.items():
-        if tensor is None:
-            continue
         integer = isinstance(tensor, Tensor) and not tensor.is_floating_point() and tensor.dtype != torch.bool
         if not integer or tensor.shape != mask.shape[:1]:
             raise BatchError(f"{name!r} must be an integer tensor [{mask.shape[0]}], got {_got(tensor)}.")

@@ -6,7 +6,7 @@ import torch
 from torch import Tensor
 
 from hybridrl.algorithms.advantages import ADVANTAGES, Advantages, cast, output_dtype
-from hybridrl.algorithms.columns import check_rows, check_tokens
+from hybridrl.algorithms.columns import check_rows, check_tokens, given
 from hybridrl.algorithms.masked import finite, select, whiten
 from hybridrl.algorithms.returns import backward_scan, folded_rewards
 from hybridrl.algorithms.tables import option
@@ -57,7 +57,7 @@ def gae_advantages(
     Source: arXiv:1506.02438, 1707.06347.
     """
     check_tokens(mask, values=values)
-    check_rows(mask, bootstrap_values=bootstrap_values)
+    check_rows(mask, **given(bootstrap_values=bootstrap_values))
     folded, valid = folded_rewards(mask, rewards, token_rewards)
     known = finite(values)
     valid = valid & (known | ~mask).all(dim=1)

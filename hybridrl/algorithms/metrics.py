@@ -3,7 +3,7 @@
 import torch
 from torch import Tensor
 
-from hybridrl.algorithms.columns import check_tokens
+from hybridrl.algorithms.columns import check_tokens, given
 from hybridrl.algorithms.evaluation import pass_at_k_tensor
 from hybridrl.algorithms.groups import Groups
 from hybridrl.algorithms.kl import k3_value
@@ -30,13 +30,8 @@ def policy_metrics(
     Raises:
         BatchError: shapes or dtypes don't fit.
     """
-    check_tokens(
-        mask,
-        log_probs=log_probs,
-        old_log_probs=old_log_probs,
-        ref_log_probs=ref_log_probs,
-        entropies=entropies,
-    )
+    optional = given(ref_log_probs=ref_log_probs, entropies=entropies)
+    check_tokens(mask, log_probs=log_probs, old_log_probs=old_log_probs, **optional)
     d = log_ratio(log_probs, old_log_probs, mask)
     ratio = exp_clamped(d)
     metrics: dict[str, Partial] = {

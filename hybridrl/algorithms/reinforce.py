@@ -1,13 +1,12 @@
 """REINFORCE and REINFORCE++: reward-to-go against a mean, and whitened over the batch."""
 
-from collections.abc import Mapping
 from dataclasses import dataclass
 
 import torch
 from torch import Tensor
 
 from hybridrl.algorithms.advantages import ADVANTAGES, Advantages, cast, outcome_groups, output_dtype
-from hybridrl.algorithms.columns import check_ids, need
+from hybridrl.algorithms.columns import check_ids, given, need
 from hybridrl.algorithms.groups import Groups, Trajectories
 from hybridrl.algorithms.masked import first_trainable, low_and_mean, select, whiten
 from hybridrl.algorithms.returns import folded_rewards, reward_to_go
@@ -48,7 +47,8 @@ def reinforce_advantages(
     Args:
         mask: [B, R] bool.
         rewards: [B] float outcome, placed on the last trainable token; token_rewards: [B, R] float replaces it.
-        group_ids: [B] int64, for baseline "group". moving_baseline: number, for baseline "moving".
+        group_ids: [B] int64, for baseline "group". moving_baseline: number or [B] float, for baseline
+            "moving" (see `AgentBaselines` for one number per agent).
     Returns:
         Advantages; returns = G.
     Raises:
@@ -56,7 +56,7 @@ def reinforce_advantages(
     Source: Williams 1992.
     """
     folded, valid = folded_rewards(mask, rewards, token_rewards)
-    check_ids(mask, group_ids=group_ids, trajectory_ids=trajectory_ids)
+    check_ids(mask, **given(group_ids=group_ids, trajectory_ids=trajectory_ids))
     returns = reward_to_go(folded, mask, gamma)
     keep = mask & valid[:, None]
     low, above = _baseline(returns, keep, baseline, group_ids, trajectory_ids, moving_baseline, singleton)
@@ -79,8 +79,9 @@ def _baseline(
         return zero, zero
     if kind == "moving":
         moving = need("baseline 'moving'", "moving_baseline", moving)
-        return torch.as_tensor(moving, dtype=returns.dtype, device=returns.device), zero
-    episodes, weights = _episodes(returns, keep, trajectory_ids)
+        past = torch.as_tensor(moving, dtype=returns.dtype, device=returns.device)
+        return past[:, None] if past.dim() else past, zero
+    episodes, weights = episode_returns(returns, keep, trajectory_ids)
     if kind == "batch":
         return low_and_mean(episodes, weights)
     group_ids = need("baseline 'group'", "group_ids", group_ids)
@@ -90,7 +91,7 @@ def _baseline(
     return torch.where(lone, returns if singleton == "zero" else zero, low), torch.where(lone, zero, above)
 
 
-def _episodes(returns: Tensor, keep: Tensor, trajectory_ids: Tensor | None) -> tuple[Tensor, Tensor]:
+def episode_returns(returns: Tensor, keep: Tensor, trajectory_ids: Tensor | None = None) -> tuple[Tensor, Tensor]:
     """Episode return G[first] and statistical weight of each row; 0 for rows that don't count."""
     first = first_trainable(keep)
     if keep.shape[1] == 0:
@@ -99,40 +100,6 @@ def _episodes(returns: Tensor, keep: Tensor, trajectory_ids: Tensor | None) -> t
     counted = (first >= 0).double()
     rows = Trajectories.of(counted, trajectory_ids)
     return episodes, counted / rows.total(counted)[rows.index].clamp(min=1)
-
-
-def mean_return(
-    mask: Tensor, rewards: Tensor | None = None, token_rewards: Tensor | None = None, *, gamma: float = 1.0
-) -> float:
-    """Mean episode return over scorable rows with trainable tokens: what `MovingBaseline.update` takes."""
-    folded, valid = folded_rewards(mask, rewards, token_rewards)
-    episodes, weights = _episodes(reward_to_go(folded, mask, gamma), mask & valid[:, None], None)
-    return float(sum(low_and_mean(episodes, weights)))
-
-
-class MovingBaseline:
-    """Exponential average of batch means, read before the present batch is added.
-
-    value <- decay * value + (1 - decay) * batch mean; the first batch sets it. 0 before any batch.
-    """
-
-    def __init__(self, decay: float = 0.9):
-        self.decay, self.value, self.num_updates = decay, 0.0, 0
-
-    def update(self, batch_mean: float) -> None:
-        """Add the mean return of a finished batch."""
-        first = self.num_updates == 0
-        self.value = batch_mean if first else self.decay * self.value + (1 - self.decay) * batch_mean
-        self.num_updates += 1
-
-    def state_dict(self) -> dict[str, float]:
-        """What a checkpoint must hold."""
-        return {"decay": self.decay, "value": self.value, "num_updates": self.num_updates}
-
-    def load_state_dict(self, state: Mapping[str, float]) -> None:
-        """Continue from a checkpoint."""
-        self.decay, self.value = float(state["decay"]), float(state["value"])
-        self.num_updates = int(state["num_updates"])
 
 
 @dataclass(kw_only=True)

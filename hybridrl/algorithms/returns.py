@@ -7,7 +7,7 @@ the closest earlier trainable token. Discounting counts policy tokens only.
 import torch
 from torch import Tensor
 
-from hybridrl.algorithms.columns import check_rows, check_tokens
+from hybridrl.algorithms.columns import check_rows, check_tokens, given
 from hybridrl.algorithms.masked import finite, last_trainable, select
 from hybridrl.errors import BatchError
 
@@ -63,8 +63,8 @@ def folded_rewards(mask: Tensor, rewards: Tensor | None, token_rewards: Tensor |
     """
     if rewards is None and token_rewards is None:
         raise BatchError("needs 'rewards' [B] or 'token_rewards' [B, R], got neither.")
-    check_rows(mask, rewards=rewards)
-    check_tokens(mask, token_rewards=token_rewards)
+    check_rows(mask, **given(rewards=rewards))
+    check_tokens(mask, **given(token_rewards=token_rewards))
     valid = torch.ones(mask.shape[0], dtype=torch.bool, device=mask.device)
     if rewards is not None:
         valid = rewards.isfinite()

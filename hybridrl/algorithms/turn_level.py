@@ -6,7 +6,7 @@ import torch
 from torch import Tensor
 
 from hybridrl.algorithms.advantages import ADVANTAGES, Advantages, cast, output_dtype
-from hybridrl.algorithms.columns import check_ids, check_mask, need
+from hybridrl.algorithms.columns import check_ids, check_mask, given, need
 from hybridrl.algorithms.groups import Groups
 from hybridrl.algorithms.masked import select
 from hybridrl.algorithms.returns import folded_rewards
@@ -58,7 +58,7 @@ def turn_level_advantages(
     Source: turn-level credit, arXiv:2505.11821.
     """
     folded, valid = folded_rewards(mask, rewards, token_rewards)
-    check_ids(mask, group_ids=group_ids)
+    check_ids(mask, **given(group_ids=group_ids))
     turns = turn_ids(mask)
     count = int(turns.max()) + 1 if turns.numel() else 0
     dtype = output_dtype(rewards, token_rewards)

@@ -19,6 +19,7 @@ TOKEN_COLUMNS = (
     "returns",
     "entropies",
     "advantages",
+    "sum_squared_probs",
 )
 
 
@@ -54,6 +55,7 @@ def make_columns(seed: int, rows: int = 7, width: int = 9, dtype: torch.dtype = 
         "returns": normal(rows, width),
         "entropies": torch.rand(rows, width, generator=g, dtype=torch.float64),
         "advantages": normal(rows, width),
+        "sum_squared_probs": old.exp().square() + 0.1 * torch.rand(rows, width, generator=g, dtype=torch.float64),
     }
     return {k: zero_masked(v, mask).to(dtype) if k in TOKEN_COLUMNS else to(v, dtype) for k, v in made.items()}
 

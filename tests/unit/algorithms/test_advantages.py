@@ -6,11 +6,13 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from hybridrl.algorithms import (
+    AgentBaselines,
     MovingBaseline,
     compute_advantages,
     fold_rewards,
     kl_in_reward,
     mean_return,
+    place_outcome,
     turn_ids,
     whiten,
 )
@@ -327,6 +329,47 @@ def test_kl_in_reward_enters_before_the_baseline():
     columns = {"rewards": torch.ones(2), "token_rewards": shaped, "group_ids": torch.zeros(2).long(), "mask": mask}
     got = compute_advantages("dr_grpo", columns).advantages
     torch.testing.assert_close(got[:, 0], torch.tensor([-0.075, 0.075]))
+
+
+@QUICK
+@given(columns=batches)
+def test_optimal_token_baseline(columns):
+    mask, rewards = columns["mask"], columns["rewards"]
+    token_rewards = torch.where(mask, columns["returns"], 0.0) + place_outcome(rewards.nan_to_num(), mask)
+    g = reference.returns(token_rewards.tolist(), mask, 1.0)
+    ids = columns["group_ids"].tolist()
+    tokens = {}  # (group, position) -> list of (row, column, weight, return)
+    for b in range(len(ids)):
+        if not reference.is_score(rewards[b].item()):
+            continue
+        weight = 0.0
+        for j, t in enumerate(mask[b].nonzero().flatten().tolist()):
+            p, squares = columns["old_log_probs"][b, t].exp().item(), columns["sum_squared_probs"][b, t].item()
+            weight += max(1 - 2 * p + squares, 0.0)
+            tokens.setdefault((ids[b], j), []).append((b, t, weight, g[b][t]))
+    expected = torch.zeros(mask.shape, dtype=torch.float64)
+    for members in tokens.values():
+        c = sum(w * x for _, _, w, x in members) / sum(w for _, _, w, _ in members)
+        for b, t, _, x in members:
+            expected[b, t] = x - c if len(members) > 1 else 0.0
+    given_columns = only(columns, "rewards", "group_ids", "old_log_probs", "sum_squared_probs")
+    got = compute_advantages("optimal_token_baseline", {**given_columns, "token_rewards": token_rewards})
+    same(got.advantages, expected)
+
+
+def test_baselines_per_agent():
+    baselines = AgentBaselines(decay=0.5)
+    agents, mask = torch.tensor([3, 8, 3]), torch.tensor([[True], [True], [True]])
+    assert baselines.rows(agents).tolist() == [0, 0, 0]
+    baselines.update(agents, mask, torch.tensor([1.0, -1.0, 3.0]))
+    baselines.update(agents, mask, torch.tensor([4.0, torch.nan, torch.nan]))
+    assert baselines.rows(agents).tolist() == [3, -1, 3]
+    columns = {"mask": mask, "rewards": torch.tensor([1.0, 1.0, 1.0]), "moving_baseline": baselines.rows(agents)}
+    got = compute_advantages("reinforce", columns, {"baseline": "moving"}).advantages
+    assert got.flatten().tolist() == [-2, 2, -2]
+    copy = AgentBaselines()
+    copy.load_state_dict(baselines.state_dict())
+    assert copy.rows(agents).tolist() == [3, -1, 3]
 
 
 def test_moving_baseline_reads_only_the_past():

@@ -1,0 +1,222 @@
+"""Tables, options, bad input, and combinations that can't work."""
+
+from dataclasses import dataclass
+
+import pytest
+import torch
+
+import hybridrl.algorithms as algorithms
+from hybridrl.algorithms import (
+    ADVANTAGES,
+    AGGREGATIONS,
+    CORRECTIONS,
+    KEEP_MASKS,
+    KL_ESTIMATORS,
+    POLICY_LOSSES,
+    Table,
+    check_combination,
+    compute_advantages,
+    grpo_advantages,
+    option,
+    policy_loss,
+    token_kl,
+    value_loss,
+)
+from hybridrl.errors import BatchError, ConfigError
+from tests.unit.algorithms.cases import make_columns
+
+ALL_TABLES = (ADVANTAGES, AGGREGATIONS, CORRECTIONS, KEEP_MASKS, KL_ESTIMATORS, POLICY_LOSSES)
+
+
+def test_exports():
+    assert sorted(set(algorithms.__all__)) == list(algorithms.__all__)
+    for name in algorithms.__all__:
+        assert getattr(algorithms, name) is not None
+        assert not isinstance(getattr(algorithms, name), type(algorithms)), f"{name} is a module"
+
+
+@pytest.mark.parametrize("table", ALL_TABLES, ids=lambda t: t.kind)
+def test_defaults_of_options_and_functions_agree(table):
+    import inspect
+
+    for name, entry in table.items():
+        built, parameters = table.options(name), inspect.signature(entry.fn).parameters
+        for key, value in vars(built).items():
+            assert parameters[key].default == value, (name, key)
+        assert entry.fn.__doc__, name
+        if entry.aggregation:
+            assert entry.aggregation in AGGREGATIONS
+
+
+@dataclass(kw_only=True)
+class Options:
+    scale: float = option(1.0, gt=0, le=10)
+    mode: str = option("a", choices=("a", "b"))
+    steps: int | None = option(None, ge=1)
+    flag: bool = False
+    weights: list[float] | None = None
+
+
+def make_table():
+    table = Table("thing")
+
+    @table.register("one", options=Options)
+    def one(x, y=None, *, scale=Options.scale, mode=Options.mode, steps=Options.steps, flag=False, weights=None):
+        return x, y, scale, mode, steps, flag, weights
+
+    return table
+
+
+def test_two_line_registration():
+    table = make_table()
+
+    @table.register("mine")
+    def mine(x, *, factor: float = 2.0):
+        return x * factor
+
+    assert table.call("mine", {"factor": 3}, {"x": 2, "unused": 5}) == 6.0
+    assert list(table) == ["one", "mine"]
+    assert "mine" in table
+    assert "other" not in table
+    with pytest.raises(ConfigError, match="mine option 'facto'.*Did you mean factor"):
+        table.options("mine", {"facto": 1})
+    with pytest.raises(ConfigError, match="already registered"):
+        table.register("mine")
+    with pytest.raises(ConfigError, match="no parameters of"):
+        table.register("two", options=Options)(lambda x: x)
+
+
+def test_options_are_built_and_passed():
+    table = make_table()
+    given = {"scale": 2, "mode": "b", "steps": 4, "flag": True, "weights": [1, 2]}
+    assert table.call("one", given, {"x": 7}) == (7, None, 2.0, "b", 4, True, [1.0, 2.0])
+    assert table.call("one", Options(scale=3.0), {"x": 7, "y": 8})[:3] == (7, 8, 3.0)
+    assert isinstance(table.options("one", {"scale": 2}).scale, float)
+    assert table["one"].columns == {"x": True, "y": False}
+
+
+@pytest.mark.parametrize(
+    ("values", "message"),
+    [
+        ({"scale": 0}, "'scale' of thing 'one' must be a number above 0 and at most 10, got 0"),
+        ({"scale": "2"}, "must be a number"),
+        ({"scale": True}, "must be a number"),
+        ({"scale": float("nan")}, "must be a number"),
+        ({"scale": None}, "must be a number"),
+        ({"mode": "c"}, "one of a, b, got 'c'"),
+        ({"steps": 1.5}, "a whole number at least 1 or null, got 1.5"),
+        ({"steps": 0}, "at least 1"),
+        ({"flag": 1}, "true or false"),
+        ({"weights": [1, "x"]}, "a list of numbers or null"),
+        ({"weights": 3}, "a list of numbers"),
+        ({"scael": 1}, "Unknown thing one option 'scael'. Did you mean scale"),
+        ([1], "must be a mapping"),
+    ],
+)
+def test_bad_options(values, message):
+    with pytest.raises(ConfigError, match=message):
+        make_table().options("one", values)
+
+
+def test_unknown_names_show_near_matches():
+    for table, typo, near in (
+        (ADVANTAGES, "gpro", "grpo"),
+        (POLICY_LOSSES, "ppo_clp", "ppo_clip"),
+        (AGGREGATIONS, "token_mean", "token-mean"),
+        (KL_ESTIMATORS, "rhok3", "rho_k3"),
+        (CORRECTIONS, "token_tsi", "token_tis"),
+    ):
+        with pytest.raises(ConfigError, match=f"Unknown {table.kind} '{typo}'. Did you mean.*{near}"):
+            table[typo]
+
+
+def test_missing_columns_are_named():
+    columns = make_columns(1)
+    del columns["group_ids"]
+    with pytest.raises(BatchError, match="advantage 'grpo' needs the column 'group_ids'"):
+        compute_advantages("grpo", columns)
+    with pytest.raises(BatchError, match="group_ids"):
+        compute_advantages("reinforce", columns, {"baseline": "group"})
+    with pytest.raises(BatchError, match="moving_baseline"):
+        compute_advantages("reinforce", columns, {"baseline": "moving"})
+    with pytest.raises(BatchError, match="policy loss 'kl_cov' needs the column 'kl_cov_tokens'"):
+        policy_loss("kl_cov", columns)
+    with pytest.raises(BatchError, match="advantage 'gae' needs the column 'values'"):
+        compute_advantages("gae", {"mask": columns["mask"], "rewards": columns["rewards"]})
+    with pytest.raises(BatchError, match="'rewards'.*or 'token_rewards'"):
+        compute_advantages("gae", {"mask": columns["mask"], "values": columns["values"]})
+
+
+GOOD = make_columns(1)
+
+
+@pytest.mark.parametrize(
+    ("call", "message"),
+    [
+        (lambda c: grpo_advantages(c["rewards"], c["group_ids"], c["mask"].float()), "'mask' must be bool"),
+        (lambda c: grpo_advantages(c["rewards"][1:], c["group_ids"], c["mask"]), r"'rewards' must be.*\[7\].*\[6\]"),
+        (lambda c: grpo_advantages(c["rewards"].long(), c["group_ids"], c["mask"]), "'rewards' must be floating"),
+        (lambda c: grpo_advantages(c["rewards"], c["group_ids"].double(), c["mask"]), "'group_ids' must be an integer"),
+        (lambda c: grpo_advantages(c["rewards"], c["group_ids"][:3], c["mask"]), "'group_ids'"),
+        (lambda c: grpo_advantages(c["rewards"], None, c["mask"]), "'group_ids'"),
+        (lambda c: policy_loss("ppo_clip", {**c, "advantages": c["advantages"][:, :1]}), r"'advantages'.*\[7, 9\]"),
+        (lambda c: policy_loss("ppo_clip", {**c, "log_probs": c["log_probs"].long()}), "'log_probs'"),
+        (lambda c: token_kl("k1", c["log_probs"], c["ref_log_probs"][0], c["mask"]), "'ref_log_probs'"),
+        (lambda c: value_loss(c["values"], c["old_values"], None, c["mask"]), "'returns'"),
+        (lambda c: compute_advantages("pass_at_k", {**c, "rewards": c["rewards"] + 3.5}), "0 or 1"),
+        (lambda c: compute_advantages("maxrl", {**c, "rewards": c["rewards"] - 9}), "at least 0"),
+        (lambda c: compute_advantages("gdpo", c, {"weights": [1.0]}), "one number per component"),
+    ],
+)
+def test_bad_tensors(call, message):
+    with pytest.raises(BatchError, match=message):
+        call(dict(GOOD))
+
+
+def test_k_above_the_group_size():
+    columns = {"rewards": torch.ones(3), "group_ids": torch.zeros(3).long(), "mask": torch.ones(3, 1).bool()}
+    with pytest.raises(BatchError, match="k=4 and 3"):
+        compute_advantages("pass_at_k", columns, {"k": 4})
+
+
+# ---- combinations
+
+
+def check(**changes):
+    check_combination(**{"advantage": "grpo", "loss": "ppo_clip", "num_responses": 8, **changes})
+
+
+def test_good_combinations():
+    check()
+    check(advantage="reinforce", num_responses=1)
+    check(advantage="gae", has_critic=True, num_responses=1)
+    check(corrections={"token_tis": {}, "geometric_mask": {}})
+    check(loss="aipo", corrections={"geometric_mask": {}})
+    check(loss="decoupled_ppo", corrections={"sequence_tis": {}})
+    check(advantage="grpo", advantage_options={"singleton": "raw"}, num_responses=1)
+    check(aggregation="prompt-mean", kl_estimator="k3+")
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"loss_options": {"dual_clip": 1.1}}, r"dual_clip must be above 1 \+ clip_high = 1.2 or null, got 1.1"),
+        ({"loss": "aipo", "corrections": {"token_tis": {}}}, "token_tis.*aipo.*twice"),
+        ({"anchor": "rollout", "corrections": {"sequence_tis": None}}, "sequence_tis.*'rollout'.*twice"),
+        ({"anchor": "rollout", "loss": "decoupled_ppo"}, "anchor must be 'old'"),
+        ({"anchor": "old_policy"}, "Unknown anchor"),
+        ({"corrections": {"token_tis": {}, "icepop": {}}}, "at most one"),
+        ({"corrections": {"icepop": {"lo": 9.0}}}, "lo must be at most hi"),
+        ({"num_responses": 1}, "num_responses must be at least 2.*got 1"),
+        ({"num_responses": 0}, "num_responses must be at least 1"),
+        ({"advantage": "reinforce", "advantage_options": {"baseline": "group"}, "num_responses": 1}, "at least 2"),
+        ({"advantage": "gae"}, "'gae' needs a critic.*accepted: .*grpo"),
+        ({"advantage": "pass_at_k", "advantage_options": {"k": 9}}, "k must be at most num_responses = 8, got 9"),
+        ({"advantage": "grop"}, "Unknown advantage"),
+        ({"aggregation": "mean"}, "Unknown aggregation"),
+        ({"kl_estimator": "k4"}, "Unknown kl estimator"),
+    ],
+)
+def test_impossible_combinations(changes, message):
+    with pytest.raises(ConfigError, match=message):
+        check(**changes)
