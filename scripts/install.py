@@ -29,7 +29,7 @@ ADVICE = (  # the first pattern found in a failed step's output decides
     (r"No space left on device|Disk quota exceeded",
      "The disk is full: setup needs about 6 GB under {root}, and room for pip's temporary files (set TMPDIR)."),
     (r"Python\.h: No such file|ailed building wheel|Could not build wheels|Failed to build|error: command '\S*cc",
-     "pycosat compiles C: install a compiler and Python's headers (Debian: apt-get install gcc libc6-dev python3-dev)"),
+     "pycosat compiles C: install a compiler and Python headers (Debian: apt-get install gcc libc6-dev python3-dev)."),
     (r"CERTIFICATE_VERIFY_FAILED|certificate verify failed",
      "The package index's certificate is not trusted: set PIP_CERT and SSL_CERT_FILE to your network's certificates."),
     (r"Max retries exceeded|Connection(Error| refused| reset)|Name or service not known|Temporary failure in name|"
@@ -175,8 +175,8 @@ def main():
     python, facts = choose_python()
     check_machine(facts)
     create_environment(python)
-    # The list is complete and exact, so nothing is resolved (a dependency not in it is left out on purpose), and what has
-    # to be built is built with the pinned setuptools.
+    # The list is complete and exact: nothing is resolved, what it lacks is left out on purpose, and the few packages
+    # without a wheel are built with the pinned setuptools.
     pip = [VENV_PYTHON, "-m", "pip", "install", "--disable-pip-version-check", "--progress-bar=off", "--no-deps"]
     run("installing " + pinned("setuptools"), *(pip + [pinned("setuptools")]))
     install_torch(pip)
