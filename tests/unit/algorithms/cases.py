@@ -82,7 +82,6 @@ def with_garbage(columns: dict[str, Any]) -> dict[str, Any]:
 
 def padded(columns: dict[str, Any], extra_columns: int, extra_rows: int) -> dict[str, Any]:
     """Padded on the right, and with rows at the end that have an empty mask and no score."""
-    rows, width = columns["mask"].shape
     out = {}
     for name, x in columns.items():
         if not isinstance(x, Tensor):
@@ -90,7 +89,7 @@ def padded(columns: dict[str, Any], extra_columns: int, extra_rows: int) -> dict
             continue
         shape = list(x.shape)
         shape[0] += extra_rows
-        if x.shape == (rows, width):
+        if name in TOKEN_COLUMNS or name == "mask":
             shape[1] += extra_columns
         filler: Any = False if x.dtype == torch.bool else 0
         if name in ("rewards", "reward_components"):
