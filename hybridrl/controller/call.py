@@ -4,10 +4,13 @@ from abc import ABC, abstractmethod
 from dataclasses import dataclass
 from typing import Any
 
+from tensordict import TensorDict
+
 from hybridrl import errors
+from hybridrl.batch import num_rows
 from hybridrl.controller.host import Failure
 from hybridrl.dispatch import Dispatch
-from hybridrl.errors import HybridRLError, WorkerError
+from hybridrl.errors import BatchError, HybridRLError, WorkerError
 
 
 @dataclass(slots=True)
@@ -41,6 +44,23 @@ class Future(ABC):
     @abstractmethod
     def done(self) -> bool:
         """Whether `result` would return or raise at once."""
+
+
+def is_rows(value: Any) -> bool:
+    """Whether an argument of an `over_rows` call is split: a batch, a future, or a list of these."""
+    if isinstance(value, list | tuple):
+        return bool(value) and all(isinstance(item, TensorDict | Future) for item in value)
+    return isinstance(value, TensorDict | Future)
+
+
+def check_rows(call: Call) -> None:
+    """Raise BatchError unless an `over_rows` call has rows to split, equally many in all its batches."""
+    values = [*call.args, *call.kwargs.values()]
+    if not any(map(is_rows, values)):
+        raise BatchError(f"{call.role}.{call.method} splits a batch by rows, but no argument is a batch or a future.")
+    totals = {num_rows(value) for value in values if isinstance(value, TensorDict)}
+    if len(totals) > 1:
+        raise BatchError(f"batches of one call need the same number of rows, got {sorted(totals)}.")
 
 
 def worker_error(failure: Failure) -> WorkerError:

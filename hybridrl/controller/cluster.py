@@ -3,8 +3,10 @@
 import atexit
 import os
 import shutil
+import socket
 import sys
 import tempfile
+import traceback
 from pathlib import Path
 from types import TracebackType
 from typing import Any
@@ -93,6 +95,8 @@ class Cluster:
         os.environ["RAY_USAGE_STATS_ENABLED"] = "0"
         if not self.cfg.address:
             check_ranks(self.cfg.ranks, torch.cuda.device_count(), cpu_cores())
+        else:
+            check_address(self.cfg.address, min(10.0, self.cfg.start_timeout_s))
         import ray
 
         from hybridrl.controller.ray_pool import register_batches
@@ -110,8 +114,27 @@ class Cluster:
             ray.init(address=self.cfg.address, log_to_driver=False, logging_level="ERROR",
                      runtime_env={"env_vars": WORKER_ENV})
         except (ConnectionError, ValueError, RuntimeError) as error:
-            reason = str(error).splitlines()[0]
-            raise ConfigError(f"cluster.address {self.cfg.address!r}: no Ray cluster to join there ({reason})") from error
+            refused = "InvalidAuthToken" in "".join(traceback.format_exception(error))
+            hint = "it asks for a token: set RAY_AUTH_MODE=token, and RAY_AUTH_TOKEN or ~/.ray/auth_token"
+            raise no_cluster(self.cfg.address, hint if refused else str(error)) from error
+
+
+def check_address(address: str, timeout_s: float) -> None:
+    """Raise ConfigError unless something listens at host:port. Ray itself would go on trying for minutes."""
+    if address == "auto":
+        return
+    host, _, port = address.rpartition(":")
+    if not host or not port.isdigit():
+        raise ConfigError(f"cluster.address must be `auto` or host:port, got {address!r}.")
+    try:
+        socket.create_connection((host, int(port)), timeout=timeout_s).close()
+    except (OSError, OverflowError) as error:
+        raise no_cluster(address, str(error)) from error
+
+
+def no_cluster(address: str, reason: str) -> ConfigError:
+    """The error for an address without a cluster."""
+    return ConfigError(f"cluster.address {address!r}: no Ray cluster to join there ({reason.splitlines()[0]}).")
 
 
 def check_ranks(ranks: int, gpus: int, cores: int) -> None:
@@ -135,15 +158,18 @@ def start_ray(num_cpus: int) -> str:
 
     memory = os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
     temp_dir = tempfile.mkdtemp(prefix="hybridrl-")
-    before = dict(os.environ)
-    os.environ.update(WORKER_ENV | preloaded())
+    env = WORKER_ENV | preloaded()
+    before = {name: os.environ.get(name) for name in env}
+    os.environ.update(env)
     try:
         ray.init(address="local", num_cpus=num_cpus, include_dashboard=False, log_to_driver=False,
                  logging_level="ERROR", object_store_memory=min(1 << 30, memory // 10), _temp_dir=temp_dir)
     finally:
-        for name in os.environ.keys() - before.keys():
-            del os.environ[name]
-        os.environ.update(before)
+        for name, value in before.items():
+            if value is None:
+                del os.environ[name]
+            else:
+                os.environ[name] = value
     return temp_dir
 
 

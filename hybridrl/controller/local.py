@@ -1,12 +1,14 @@
 """The `local` backend: one worker per role inside the controller's process, no Ray; a breakpoint just works."""
 
+from dataclasses import replace
 from typing import Any
 
 import torch
 from tensordict import TensorDict
 
+from hybridrl.batch import concat
 from hybridrl.config import ClusterConfig
-from hybridrl.controller.call import Call, Future, stopped_error, worker_error
+from hybridrl.controller.call import Call, Future, check_rows, is_rows, stopped_error, worker_error
 from hybridrl.controller.host import Failure, Host
 from hybridrl.errors import HybridRLError
 from hybridrl.workers.base import Worker, WorkerContext
@@ -49,8 +51,7 @@ class LocalPool:
         """Run a call; an error is raised by the future."""
         self._check()
         try:
-            args = tuple(map(_plain, call.args))
-            kwargs = {name: _plain(value) for name, value in call.kwargs.items()}
+            args, kwargs = _arguments(call)
             value = self._host.call(call.role, call.method, call.step, args, kwargs, "value")
         except Failure as failure:
             return LocalFuture(None, self._record(failure))
@@ -72,8 +73,22 @@ class LocalPool:
         return error
 
 
-def _plain(value: Any) -> Any:
-    """The argument a worker sees: futures by value, batches as shallow copies so that new columns stay its own."""
+def _arguments(call: Call) -> tuple[tuple, dict[str, Any]]:
+    """Arguments as a worker sees them under Ray: futures by value, lists of batches laid end to end."""
+    rows = call.dispatch.split == "rows"
+    if rows:
+        check_rows(call)
+    args = tuple(_argument(value, rows) for value in call.args)
+    kwargs = {name: _argument(value, rows) for name, value in call.kwargs.items()}
+    if rows:
+        check_rows(replace(call, args=args, kwargs=kwargs))
+    return args, kwargs
+
+
+def _argument(value: Any, rows: bool) -> Any:
+    if isinstance(value, list | tuple) and rows and is_rows(value):
+        return concat([_argument(item, rows) for item in value])
     if isinstance(value, Future):
         value = value.result()
+    # A shallow copy: columns that the worker adds stay its own.
     return value.copy() if isinstance(value, TensorDict) else value

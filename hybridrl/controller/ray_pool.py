@@ -13,7 +13,7 @@ from tensordict import TensorDict
 
 from hybridrl.batch import num_rows
 from hybridrl.config import ClusterConfig
-from hybridrl.controller.call import Call, Future, stopped_error, worker_error
+from hybridrl.controller.call import Call, Future, check_rows, is_rows, stopped_error, worker_error
 from hybridrl.controller.host import Failure, Host, Part, Rows, Values
 from hybridrl.controller.wire import Wire, pack, unpack, unpack_whole
 from hybridrl.dispatch import Dispatch, join_rows, row_range
@@ -242,22 +242,11 @@ def _reply_kind(call: Call, rank: int) -> str:
 
 def split_arguments(call: Call, shards: int) -> list[tuple[tuple, dict[str, Any]]]:
     """Arguments of each shard: batches and futures by rows, everything else the same for all."""
-    totals = {num_rows(value) for value in (*call.args, *call.kwargs.values()) if isinstance(value, TensorDict)}
-    if len(totals) > 1:
-        raise BatchError(f"batches of one call need the same number of rows, got {sorted(totals)}.")
-    if not any(is_rows(value) for value in (*call.args, *call.kwargs.values())):
-        raise BatchError(f"{call.role}.{call.method} splits a batch by rows, but no argument is a batch or a future.")
+    check_rows(call)
     args = [row_argument(value, shards, call.peers) for value in call.args]
     kwargs = {name: row_argument(value, shards, call.peers) for name, value in call.kwargs.items()}
     return [(tuple(arg[shard] for arg in args), {name: value[shard] for name, value in kwargs.items()})
             for shard in range(shards)]
-
-
-def is_rows(value: Any) -> bool:
-    """Whether an argument is split by rows: a batch, a future, or a list of these."""
-    if isinstance(value, list | tuple):
-        return bool(value) and all(isinstance(item, TensorDict | RayFuture) for item in value)
-    return isinstance(value, TensorDict | RayFuture)
 
 
 def row_argument(value: Any, shards: int, peers: int) -> list[Any]:
