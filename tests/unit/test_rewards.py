@@ -272,6 +272,19 @@ def test_several_functions_are_summed_with_their_weights(own):
         assert rewarder.metrics["reward/failed"] == 1
 
 
+def test_a_function_that_fails_ends_its_row_and_shifts_no_other(own):
+    responses = ["x" * i for i in range(1, 61)]
+    batch = make_batch(response=responses, answer=[None if i % 2 else "x" for i in range(1, 61)])
+    with Rewarder(config("exact", f"{own}:length", workers=1)) as rewarder:
+        scored = rewarder(batch)
+    rows = zip(scored["rewards"].tolist(), rows_of(scored["reward_error"]), strict=True)
+    for i, (reward, error) in enumerate(rows, start=1):
+        if i % 2:
+            assert math.isnan(reward) and "no reference answer" in error
+        else:
+            assert (reward, error) == (i, None)
+
+
 def test_one_function_does_not_see_what_another_did_to_the_row(own):
     functions = [f"{own}:changes_its_row"] * 2
     with Rewarder(config(*functions)) as rewarder:
