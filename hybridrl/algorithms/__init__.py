@@ -41,6 +41,7 @@ from hybridrl.algorithms.keep_masks import KEEP_MASKS, high_entropy_mask, off_po
 from hybridrl.algorithms.kl import KL_ESTIMATORS, AdaptiveKL, FixedKL, batch_kl, k3_capped, token_kl
 from hybridrl.algorithms.losses import POLICY_LOSSES, PolicyLoss, policy_gradient, policy_loss, ppo_clip
 from hybridrl.algorithms.masked import log_ratio, reject_nonfinite, whiten
+from hybridrl.algorithms.max_at_k import max_at_k_advantages
 from hybridrl.algorithms.metrics import (
     advantage_metrics,
     group_metrics,
@@ -127,6 +128,7 @@ __all__ = [
     "log_ratio",
     "loss_weights",
     "maj_at_k",
+    "max_at_k_advantages",
     "maxrl_advantages",
     "mean_return",
     "merge",

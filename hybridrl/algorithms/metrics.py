@@ -7,7 +7,7 @@ from hybridrl.algorithms.columns import check_tokens, given
 from hybridrl.algorithms.evaluation import pass_at_k_tensor
 from hybridrl.algorithms.groups import Groups
 from hybridrl.algorithms.kl import k3_value
-from hybridrl.algorithms.masked import exp_clamped, log_ratio
+from hybridrl.algorithms.masked import LOG_RATIO_LIMIT, exp_clamped, log_ratio
 from hybridrl.algorithms.partials import Mean, Partial, max_of, mean_of, min_of, moments_of
 
 
@@ -36,7 +36,7 @@ def policy_metrics(
     ratio = exp_clamped(d)
     metrics: dict[str, Partial] = {
         "approx_kl_k1": mean_of(-d, mask),
-        "approx_kl_k3": mean_of(k3_value(-d), mask),
+        "approx_kl_k3": mean_of(torch.expm1(d.double().clamp(-LOG_RATIO_LIMIT, LOG_RATIO_LIMIT)) - d, mask),
         "ratio_mean": mean_of(ratio, mask),
         "ratio_min": min_of(ratio, mask),
         "ratio_max": max_of(ratio, mask),

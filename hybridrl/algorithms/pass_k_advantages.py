@@ -107,6 +107,11 @@ def _check(groups: Groups, k: int) -> None:
     odd = groups.valid & (groups.rewards != 0) & (groups.rewards != 1)
     if bool(odd.any()):
         raise BatchError(f"pass_at_k needs rewards 0 or 1, got {groups.rewards[odd][0].item():g}.")
+    check_group_sizes("pass_at_k", groups, k)
+
+
+def check_group_sizes(name: str, groups: Groups, k: int) -> None:
+    """Raise BatchError when a group has fewer than k members, scorable or not."""
     sizes = torch.bincount(groups.index, minlength=groups.num_groups)
     if groups.num_groups and k > int(sizes.min()):
-        raise BatchError(f"pass_at_k: k must be at most the group size, got k={k} and {int(sizes.min())}.")
+        raise BatchError(f"{name}: k must be at most the group size, got k={k} and {int(sizes.min())}.")

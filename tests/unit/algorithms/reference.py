@@ -215,3 +215,14 @@ def row_loss(
         value = -mean(a) * math.exp(clip(mean(z), -20, 20))
         return [value] * n, [value * f for f in free]
     raise ValueError(name)
+
+
+def subset_max_at_k(group: list[float], i: int, k: int, subtract: bool) -> float:
+    """n / C(n, k) times the sum over k-subsets with i of the best, minus the best without i."""
+    total, n = 0.0, len(group)
+    for s in itertools.combinations(range(n), k):
+        if i in s:
+            total += max(group[j] for j in s)
+            if subtract and k > 1:
+                total -= max(group[j] for j in s if j != i)
+    return n * total / math.comb(n, k)

@@ -81,6 +81,33 @@ def test_pass_at_k_is_the_mean_over_subsets(seed, sizes, k):
     torch.testing.assert_close(got, reference.spread(expected, columns["mask"]), atol=1e-9, rtol=1e-9)
 
 
+@settings(max_examples=40, deadline=None)
+@given(
+    seed=st.integers(0, 1000),
+    sizes=st.lists(st.integers(3, 6), min_size=1, max_size=3),
+    k=st.integers(1, 3),
+    baseline=st.sampled_from(["subset", "none"]),
+    ties=st.booleans(),
+)
+def test_max_at_k_is_a_sum_over_subsets(seed, sizes, k, baseline, ties):
+    g = torch.Generator().manual_seed(seed)
+    ids = torch.cat([torch.full((n,), i) for i, n in enumerate(sizes)])
+    ids = ids[torch.randperm(len(ids), generator=g)]
+    rewards = torch.randn(len(ids), generator=g, dtype=torch.float64)
+    columns = {
+        "group_ids": ids,
+        "rewards": rewards.round() if ties else rewards,
+        "mask": torch.ones(len(ids), 2, dtype=torch.bool),
+    }
+    expected = []
+    for row in range(len(ids)):
+        peers = reference.members(columns, row)
+        group = columns["rewards"][peers].tolist()
+        expected.append(reference.subset_max_at_k(group, peers.index(row), k, baseline == "subset"))
+    got = compute_advantages("max_at_k", columns, {"k": k, "baseline": baseline}).advantages
+    torch.testing.assert_close(got, reference.spread(expected, columns["mask"]), atol=1e-9, rtol=1e-9)
+
+
 @QUICK
 @given(columns=batches, gamma=st.sampled_from([1.0, 0.9, 0.0]))
 def test_reinforce_baselines(columns, gamma):

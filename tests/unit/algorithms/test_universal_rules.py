@@ -28,6 +28,7 @@ OPTIONS = {
     "grpo": [{}, {"std": "batch"}, {"std": "none"}],
     "gae": [{}, {"gamma": 0.9, "lam": 0.8, "lam_alpha": 0.5, "critic_lam": 0.9}],
     "pass_at_k": [{"k": 1}],
+    "max_at_k": [{"k": 1}],
     "pass_at_k_marginal": [{"divide_by_std": True}],
     "turn_level": [{"gamma": 0.9}],
     "distill": [{"reward_coef": 0.5}],
