@@ -250,6 +250,15 @@ def test_a_missing_column_is_an_error_even_when_bad_rows_are_skipped(tmp_path):
             load_prompts(cfg, make_tokenizer(), 4)
 
 
+def test_rows_of_columnar_files_are_numbered_from_one(tmp_path):
+    rows = [{"prompt": "foo", "answer": 1}, {"prompt": None, "answer": 1}]
+    parquet.write_table(pyarrow.Table.from_pylist(rows), tmp_path / "data.parquet")
+    datasets.Dataset.from_list(rows).save_to_disk(tmp_path / "folder")
+    for source, name in [("parquet", "data.parquet"), ("dataset", "folder")]:
+        with pytest.raises(DataError, match=rf"{name}, row 2: field 'prompt' is null\."):
+            load_prompts(config(str(tmp_path / name), source=source), make_tokenizer(), 4)
+
+
 def test_damaged_files_are_named(tmp_path):
     (tmp_path / "data.parquet").write_bytes(b"PAR1 but not for long")
     with pytest.raises(DataError, match=r"can't read .*data\.parquet as Parquet"):
