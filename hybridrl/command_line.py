@@ -35,9 +35,9 @@ def recipe(name: str, config_class: type[Config]) -> Callable[[Callable[[Config]
                 if parsed is not None:
                     function(parsed)
             except HybridRLError as error:
-                a_bug = isinstance(error, WorkerError) and not isinstance(error.__cause__, HybridRLError)
-                details = f"\n{error.remote_traceback}" if a_bug else ""
-                print(f"{name}: {error}{details}", file=sys.stderr)
+                print(f"{name}: {error}", file=sys.stderr)
+                if isinstance(error, WorkerError) and not isinstance(error.__cause__, HybridRLError):
+                    print(error.remote_traceback, file=sys.stderr)
                 sys.exit(2 if isinstance(error, ConfigError) else 1)
             except KeyboardInterrupt as stop:
                 print(f"{name}: {stop or 'interrupted'}", file=sys.stderr)

@@ -10,7 +10,7 @@ import typing
 from collections.abc import Sequence
 from dataclasses import asdict
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import Any, TypeVar, cast
 
 import yaml
 from hydra import compose, initialize_config_dir
@@ -31,7 +31,9 @@ CONFIG_DIR = Path(__file__).resolve().parents[1] / "recipes" / "config"
 Config = TypeVar("Config")
 
 
-def load(name: str, config_class: type[Config], overrides: Sequence[str] = (), file: str | Path | None = None) -> Config:
+def load(
+    name: str, config_class: type[Config], overrides: Sequence[str] = (), file: str | Path | None = None
+) -> Config:
     """The checked config of a recipe: class defaults, its YAML, groups, the user's `file`, overrides.
 
     Args:
@@ -51,8 +53,8 @@ def load(name: str, config_class: type[Config], overrides: Sequence[str] = (), f
     try:
         with initialize_config_dir(str(CONFIG_DIR), version_base="1.3"):
             composed = compose("main", overrides=overrides)
-        _check_keys(OmegaConf.to_container(composed), config_class)
-        config = OmegaConf.to_object(composed)
+        _check_keys(cast(dict, OmegaConf.to_container(composed)), config_class)
+        config: Any = OmegaConf.to_object(composed)
     except (HydraException, OmegaConfBaseException, yaml.YAMLError) as error:
         raise ConfigError(_explain(error, config_class, overrides, file)) from None
     validate_all(config)
@@ -193,7 +195,8 @@ def _explain(error: Exception, config_class: type, overrides: Sequence[str], fil
     if key is None:
         return " ".join(text.split())
     # Inside a list that is given whole, OmegaConf names only the item's own key.
-    known = [o for o in options_of(config_class) if o.key == re.sub(r"\[\d+\]", "[]", key) or o.key.endswith(f"[].{key}")]
+    pattern = re.sub(r"\[\d+\]", "[]", key)
+    known = [o for o in options_of(config_class) if o.key == pattern or o.key.endswith(f"[].{key}")]
     if not known and ("not in" in text or "in struct" in text):
         return _unknown_option(key, config_class) + place
     if not known or "nterpolation" in text:

@@ -16,7 +16,9 @@ from typing import Any
 
 from hybridrl.config import RECIPES
 
-WORDS = {bool: "true or false", int: "a whole number", float: "a number", str: "a text", list: "a list", dict: "a mapping"}
+WORDS = {
+    bool: "true or false", int: "a whole number", float: "a number", str: "a text", list: "a list", dict: "a mapping",
+}
 
 
 @dataclass(frozen=True, slots=True)
@@ -45,7 +47,10 @@ def own_options(cls: type, prefix: str = "") -> Iterator[Option]:
     """The options of a config class itself; nested groups count as one option."""
     hints, docs = typing.get_type_hints(cls), field_docs(cls)
     for field in dataclasses.fields(cls):
-        default = field.default if field.default is not dataclasses.MISSING else field.default_factory()
+        if field.default_factory is not dataclasses.MISSING:
+            default = field.default_factory()
+        else:
+            default = field.default
         yield Option(prefix + field.name, hints[field.name], default, docs.get(field.name, ""))
 
 
@@ -64,10 +69,12 @@ def field_docs(cls: type) -> dict[str, str]:
     for base in reversed(cls.__mro__):
         if not dataclasses.is_dataclass(base):
             continue
-        body = ast.parse(textwrap.dedent(inspect.getsource(base))).body[0].body
+        (body,) = (node.body for node in ast.parse(textwrap.dedent(inspect.getsource(base))).body
+                   if isinstance(node, ast.ClassDef))
         for line, following in itertools.pairwise(body):
             if isinstance(line, ast.AnnAssign) and isinstance(following, ast.Expr):
-                docs[line.target.id] = inspect.cleandoc(following.value.value).replace("\n", " ")
+                text = ast.literal_eval(following.value)
+                docs[ast.unparse(line.target)] = inspect.cleandoc(text).replace("\n", " ")
     return docs
 
 
@@ -101,8 +108,8 @@ def _table(cls: type, prefix: str = "") -> list[str]:
     lines = ["| option | default | meaning |", "| --- | --- | --- |"]
     for option in own_options(cls, prefix):
         doc, default = option.doc.replace("|", "\\|"), f"`{_plain(option.default)}`"
-        if option.item is option.type:
-            inner = list(own_options(option.type, option.key + "."))
+        if option.item is not None and option.item is option.type:
+            inner = list(own_options(option.item, option.key + "."))
             only_groups = all(part.item is part.type for part in inner)
             names = [part.key for part in inner] if only_groups else [option.key]
             doc, default = f"{doc} Options: {', '.join(f'`{name}.*`' for name in names)}.", ""
@@ -112,7 +119,7 @@ def _table(cls: type, prefix: str = "") -> list[str]:
 
 def _plain(value: Any) -> str:
     """A default as a command line would give it."""
-    if dataclasses.is_dataclass(value):
+    if dataclasses.is_dataclass(value) and not isinstance(value, type):
         value = dataclasses.asdict(value)
     if isinstance(value, list):
         return "[" + ", ".join(map(_plain, value)) + "]"

@@ -30,5 +30,5 @@ def plot_metrics(path: str | Path, out: str | Path, curves: Mapping[str, str], t
         axes.plot(*zip(*points, strict=True), marker="o" if len(points) < 30 else "", markersize=3)
         axes.set(xlabel="step", title=label)
         axes.grid(alpha=0.3)
-    figure.suptitle(title or None)
+    figure.suptitle(title)
     figure.savefig(out, dpi=120)

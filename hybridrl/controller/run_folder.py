@@ -69,18 +69,19 @@ def write_options(folder: Path, config: Any) -> None:
 def changed_options(folder: Path, config: Any) -> list[str]:
     """`key: old -> new` for each option that differs from the folder's `config.yaml`, the folder itself aside."""
     try:
-        old = dict(_flat(yaml.safe_load((folder / "config.yaml").read_text())))
+        old = dict(flat(yaml.safe_load((folder / "config.yaml").read_text())))
     except (yaml.YAMLError, AttributeError):
         raise ConfigError(f"{folder}/config.yaml is damaged; restore it or choose another trainer.run_dir.") from None
-    new = dict(_flat(asdict(config)))
+    new = dict(flat(asdict(config)))
     keys = [key for key in {**old, **new} if old.get(key) != new.get(key) and key != "trainer.run_dir"]
     return [f"{key}: {old.get(key, 'unset')} -> {new.get(key, 'unset')}" for key in keys]
 
 
-def _flat(node: dict[str, Any], prefix: str = "") -> Iterator[tuple[str, Any]]:
+def flat(node: dict[str, Any], prefix: str = "") -> Iterator[tuple[str, Any]]:
+    """Options with dotted keys, from nested ones."""
     for key, value in node.items():
         if isinstance(value, dict) and value:
-            yield from _flat(value, f"{prefix}{key}.")
+            yield from flat(value, f"{prefix}{key}.")
         else:
             yield f"{prefix}{key}", value
 

@@ -9,11 +9,14 @@ import os
 from pathlib import Path
 from typing import Any, Protocol
 
+from hybridrl.controller.run_folder import flat
 from hybridrl.errors import ConfigError
 
 
 class Tracker(Protocol):
     """What a run needs of a tracker."""
+
+    def __init__(self, run_dir: Path, config: dict[str, Any], first_step: int): ...
 
     def log(self, step: int, metrics: dict[str, float]) -> None: ...
 
@@ -43,9 +46,9 @@ class WandB:
     def __init__(self, run_dir: Path, config: dict[str, Any], first_step: int):
         import wandb
 
-        mode = os.environ.get("WANDB_MODE", "offline")
-        self._run = wandb.init(project="hybridrl", id=run_dir.name, name=run_dir.name, dir=str(run_dir), config=config,
-                               mode=mode, resume="allow")
+        self._run = wandb.init(
+            project="hybridrl", id=run_dir.name, name=run_dir.name, dir=str(run_dir), config=config, resume="allow",
+            mode=os.environ.get("WANDB_MODE", "offline"), settings=wandb.Settings(silent=True))
 
     def log(self, step: int, metrics: dict[str, float]) -> None:
         self._run.log(metrics, step=step)
@@ -69,7 +72,7 @@ class MLflow:
         run = same[0] if same else self._client.create_run(experiment, run_name=run_dir.name)
         self._id = run.info.run_id
         if not same:
-            for key, value in config.items():
+            for key, value in flat(config):
                 self._client.log_param(self._id, key, str(value)[:500])
 
     def log(self, step: int, metrics: dict[str, float]) -> None:
