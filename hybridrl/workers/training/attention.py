@@ -63,7 +63,7 @@ def packed_attention(module: nn.Module, query: Tensor, key: Tensor, value: Tenso
         ModelError: the model changes attention in a way that this function does not compute.
     """
     if groups is None:
-        raise ModelError(f"{type(module).__name__} does not pass keyword arguments on to attention; it can't be packed.")
+        raise ModelError(f"{type(module).__name__} passes no keyword arguments on to attention; it can't be packed.")
     for name in ("softcap", "s_aux", "position_bias"):
         if kwargs.get(name) is not None:
             raise ModelError(f"{type(module).__name__} uses {name} in attention, which training does not support.")

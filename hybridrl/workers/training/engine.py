@@ -6,6 +6,7 @@ of micro-batches, whatever rows it has, because every forward and backward pass 
 """
 
 from collections.abc import Callable, Iterator
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -17,9 +18,11 @@ from torch.distributed.tensor import DTensor, Shard
 from hybridrl.algorithms.partials import Mean, Partial, finalize, merge
 from hybridrl.batch import from_lengths, lengths, num_rows
 from hybridrl.config import ModelConfig, TrainingConfig
-from hybridrl.errors import BatchError, TrainingError
+from hybridrl.errors import BatchError, PhaseError, TrainingError
+from hybridrl.workers.training.checkpoint import load_state, save_state
+from hybridrl.workers.training.export import export_model
 from hybridrl.workers.training.models import load_policy, make_mesh
-from hybridrl.workers.training.optimizer import Optimizer
+from hybridrl.workers.training.optimizer import Optimizer, local
 from hybridrl.workers.training.packing import MicroBatch, columns, cut, fed_lengths, micro_batches
 
 LossFunction = Callable[[Tensor, dict[str, Tensor], Tensor | None], tuple[Tensor, dict[str, Partial]]]
@@ -49,14 +52,13 @@ class TrainingEngine:
         """
         self.cfg, self.device, self.trainable = cfg, device, trainable
         self.mesh = make_mesh(device)
+        self.offloaded = False
         if device.type == "cuda" and not trainable:
             dtype = torch.bfloat16
         self.model = load_policy(model, self.mesh, device, dtype, trainable, cfg.gradient_checkpointing)
         self.sharded = any(isinstance(p, DTensor) for p in self.model.parameters())
-        self.optimizer = None
-        if trainable:
-            group = self.mesh.get_group("shard") if self.sharded else None
-            self.optimizer = Optimizer(list(self.model.parameters()), cfg, group)
+        group = self.mesh.get_group("shard") if self.sharded else None
+        self.optimizer = Optimizer(list(self.model.parameters()), cfg, group) if trainable else None
 
     @property
     def num_parameters(self) -> int:
@@ -115,8 +117,7 @@ class TrainingEngine:
             BatchError: no rank has rows, or a column does not fit.
             TrainingError: the model is frozen, or too many steps in a row were skipped.
         """
-        if self.optimizer is None:
-            raise TrainingError("update was called on a model loaded with trainable=False.")
+        optimizer = self._trained()
         parts = self._micro_batches(batch)
         if not parts:
             raise BatchError("an update needs at least one row; no rank has any.")
@@ -124,13 +125,93 @@ class TrainingEngine:
         pieces.append({"tokens": Mean(sum(fed_lengths(batch)), 1)})
         totals = self._merge_over_ranks(pieces)
         loss, tokens = totals.pop("loss"), totals.pop("tokens")
-        norm, lr, skipped = self.optimizer.step()
+        norm, lr, skipped = optimizer.step()
         metrics = {"loss": float(loss.sum), "tokens": float(tokens.sum), "grad_norm": norm, "lr": lr,
                    "skipped": float(skipped), "micro_batches": float(len(parts))}
         return metrics | finalize(totals)
 
+    def save(self, folder: Path) -> None:
+        """Write weights, AdamW's state and the step counters into a new folder, each rank its shards.
+
+        Raises CheckpointError on every rank when any of them can't write, and TrainingError for a frozen model.
+        """
+        optimizer = self._trained()
+        save_state(Path(folder), self._state(), {"steps": optimizer.steps, "skipped": optimizer.skipped_in_a_row})
+
+    def load(self, folder: Path) -> None:
+        """Read what `save` wrote, on any number of ranks; the next update is the one that would have followed.
+
+        Raises CheckpointError naming a missing or truncated file, or what does not fit this model.
+        """
+        optimizer = self._trained()
+        numbers = load_state(Path(folder), self._state())
+        optimizer.restore(numbers["steps"], numbers["skipped"])
+
+    def export(self, folder: Path, tokenizer: Any) -> None:
+        """Write the model and its tokenizer as a Hugging Face folder, in the dtype of the folder it came from.
+
+        Raises ModelError on every rank when rank 0 can't write.
+        """
+        state, dtype = {}, self.model.stored_dtype
+        for name, value in self.weights():
+            whole = value.full_tensor()
+            if dist.get_rank() == 0:
+                state[name] = whole.to("cpu", dtype)
+        export_model(Path(folder), state, self.model.causal_lm, dtype, tokenizer)
+
+    def offload(self, parameters: bool = True) -> None:
+        """Move AdamW's state, and `parameters` too unless told otherwise, to CPU memory; frees gradients.
+
+        Log-probs and updates need `onload` first. Does nothing on CPU, and with `offload=never`.
+        """
+        if self.device.type != "cuda" or self.cfg.offload == "never":
+            return
+        if self.optimizer is not None:
+            self.optimizer.adamw.zero_grad(set_to_none=True)
+            self.optimizer.move("cpu")
+        if parameters:
+            self.model.to("cpu")
+        self.offloaded = True
+        torch.cuda.empty_cache()
+
+    def onload(self) -> None:
+        """Bring back what `offload` moved."""
+        if self.offloaded:
+            self.model.to(self.device)
+            if self.optimizer is not None:
+                self.optimizer.move(self.device)
+            self.offloaded = False
+
+    def memory(self) -> dict[str, int]:
+        """Bytes on this rank: `parameters`, `gradients`, `optimizer`; on CUDA also `allocated` and `peak`."""
+        parameters = list(self.model.parameters())
+        state = [t for s in self.optimizer.adamw.state.values() for t in s.values()] if self.optimizer else []
+        held = {"parameters": parameters, "gradients": [p.grad for p in parameters if p.grad is not None],
+                "optimizer": state}
+        sizes = {name: sum(local(t).nbytes for t in tensors) for name, tensors in held.items()}
+        if self.device.type == "cuda":
+            sizes |= {"allocated": torch.cuda.memory_allocated(self.device),
+                      "peak": torch.cuda.max_memory_allocated(self.device)}
+        return sizes
+
+    def _trained(self) -> Optimizer:
+        if self.optimizer is None:
+            raise TrainingError("this model was loaded with trainable=False: it has no optimizer.")
+        return self.optimizer
+
+    def _state(self) -> dict[str, Tensor]:
+        moments = self._trained().moments()
+        state: dict[str, Tensor] = {}
+        for name, parameter in self.model.causal_lm.named_parameters():
+            average, square = moments[parameter]
+            state |= {f"model/{name}": parameter.detach(), f"optimizer/{name}/exp_avg": average,
+                      f"optimizer/{name}/exp_avg_sq": square}
+        return state
+
     def _micro_batches(self, batch: TensorDict) -> list[MicroBatch]:
         """This rank's micro-batches, as many as the rank with most of them has."""
+        if self.offloaded:
+            raise PhaseError("the training weights are offloaded; onload() brings them back.")
         sizes = fed_lengths(batch)
         bins = cut(sizes, self.cfg.micro_batch_tokens) if num_rows(batch) else []
         count = torch.tensor(len(bins), device=self.device)

@@ -13,24 +13,30 @@ from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 from torch.distributed.tensor import distribute_tensor
 from torch.utils.checkpoint import checkpoint
-from transformers import AutoConfig, AutoModelForCausalLM, PretrainedConfig, PreTrainedModel
+from transformers import AutoConfig, AutoModelForCausalLM, GenerationConfig, PretrainedConfig, PreTrainedModel
 
 from hybridrl.config import ModelConfig
 from hybridrl.errors import ModelError
 from hybridrl.models import resolve_model
 from hybridrl.workers.training.attention import ATTENTION, Group
+from hybridrl.workers.training.first_rank import on_first_rank
 from hybridrl.workers.training.log_probs import token_log_probs
 
 LAYER_TYPES = {"full_attention", "sliding_attention"}
 """Kinds of layer that packing keeps apart; a recurrent layer would carry state from one sequence to the next."""
 
+LOGIT_CHANGES = ("final_logit_softcapping", "logit_scale", "logits_scaling", "output_multiplier_scale")
+"""Config fields by which a model changes what its head returns."""
+
 
 class PolicyModel(nn.Module):
     """Log-probs of the response tokens of one packed row."""
 
-    def __init__(self, causal_lm: PreTrainedModel):
+    def __init__(self, causal_lm: PreTrainedModel, stored_dtype: torch.dtype):
         super().__init__()
         self.causal_lm = causal_lm
+        self.stored_dtype = stored_dtype
+        """Dtype of the folder it was loaded from."""
 
     def forward(self, input_ids: Tensor, position_ids: Tensor, predictors: Tensor, targets: Tensor,
                 groups: list[Group], temperature: float, chunk: int, entropies: bool) -> tuple[Tensor, Tensor | None]:
@@ -76,15 +82,18 @@ def load_policy(cfg: ModelConfig, mesh: DeviceMesh, device: torch.device, dtype:
         ModelError: on every rank, naming what is wrong with the folder.
     """
     folder = resolve_model(cfg.path)
+    config = _config(folder, cfg.trust_remote_code)
+    stored_dtype = config.dtype or torch.float32
     if mesh.size() == 1 and device.type == "cpu":
-        model = PolicyModel(_read(folder, cfg.trust_remote_code, dtype))
+        model = PolicyModel(_read(folder, cfg.trust_remote_code, dtype), stored_dtype)
         _prepare(model, trainable, recompute_layers)
         return model
     source, dtypes = _read_on_first(folder, cfg.trust_remote_code)
     with torch.device("meta"):
         model = PolicyModel(AutoModelForCausalLM.from_config(
-            _config(folder, cfg.trust_remote_code), dtype=dtype, trust_remote_code=cfg.trust_remote_code,
-            **_implementation(dtype)))
+            config, dtype=dtype, trust_remote_code=cfg.trust_remote_code, **_implementation(dtype)), stored_dtype)
+    if (folder / "generation_config.json").exists():
+        model.causal_lm.generation_config = GenerationConfig.from_pretrained(folder, local_files_only=True)
     _prepare(model, trainable, recompute_layers)
     shard(model, mesh, device)
     _hand_out(model.causal_lm, source, dtypes, mesh, device)
@@ -122,6 +131,10 @@ def _config(folder: Path, trust_remote_code: bool) -> PretrainedConfig:
     if others:
         raise ModelError(f"Model folder {folder} has layers of type {', '.join(sorted(others))}; "
                          f"training supports {', '.join(sorted(LAYER_TYPES))}.")
+    for name in LOGIT_CHANGES:
+        if getattr(config, name, None) not in (None, 1, 1.0):
+            raise ModelError(f"Model folder {folder} changes logits with {name}={getattr(config, name)}, "
+                             f"which training does not support.")
     return config
 
 
@@ -156,29 +169,28 @@ def _first_line(error: Exception) -> str:
 
 
 def _read_on_first(folder: Path, trust_remote_code: bool) -> tuple[dict[str, Tensor], dict[str, torch.dtype]]:
-    """Rank 0: all parameters and buffers by name, in stored dtypes. Everybody: their dtypes. Errors reach all ranks."""
+    """Rank 0: all parameters and buffers by name, in stored dtypes; elsewhere none. On all ranks: their dtypes."""
     source: dict[str, Tensor] = {}
-    outcome: list = [None, None]
-    if dist.get_rank() == 0:
-        try:
-            model = _read(folder, trust_remote_code, "auto")
-            source = {**dict(model.named_parameters()), **dict(model.named_buffers())}
-            outcome[1] = {name: tensor.dtype for name, tensor in source.items()}
-        except ModelError as error:
-            outcome[0] = str(error)
-    dist.broadcast_object_list(outcome, src=0)
-    if outcome[0] is not None:
-        raise ModelError(outcome[0])
-    return source, outcome[1]
+
+    def read() -> dict[str, torch.dtype]:
+        model = _read(folder, trust_remote_code, "auto")
+        source.update({**dict(model.named_parameters()), **dict(model.named_buffers())})
+        return {name: tensor.dtype for name, tensor in source.items()}
+
+    return source, on_first_rank(read, ModelError)
 
 
 @torch.no_grad()
 def _hand_out(model: PreTrainedModel, source: dict[str, Tensor], dtypes: dict[str, torch.dtype],
               mesh: DeviceMesh, device: torch.device) -> None:
+    def whole(name: str, like: Tensor) -> Tensor:
+        if dist.get_rank() == 0:
+            return source.pop(name).to(device)
+        return torch.empty(like.shape, dtype=dtypes[name], device=device)
+
     for name, parameter in model.named_parameters():
-        whole = source.pop(name).to(device) if source else torch.empty(parameter.shape, dtype=dtypes[name], device=device)
-        parameter.copy_(distribute_tensor(whole, mesh, parameter.placements))
-    for name, buffer in model.named_buffers():
-        whole = source.pop(name).to(device) if source else torch.empty(buffer.shape, dtype=dtypes[name], device=device)
-        dist.broadcast(whole, src=0)
-        buffer.copy_(whole)
+        parameter.copy_(distribute_tensor(whole(name, parameter), mesh, parameter.placements))
+    for name, buffer in model.named_buffers():  # rotary frequencies, for instance: in no file, and lost on meta
+        values = whole(name, buffer)
+        dist.broadcast(values, src=0)
+        buffer.copy_(values)

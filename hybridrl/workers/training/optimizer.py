@@ -69,6 +69,28 @@ class Optimizer:
                                 f"policy.training.max_skipped_steps is {self.cfg.max_skipped_steps}.")
         return norm, lr, skipped
 
+    def moments(self) -> dict[nn.Parameter, tuple[Tensor, Tensor]]:
+        """AdamW's running averages of gradient and square by parameter; zeros are made before the first step."""
+        state = self.adamw.state
+        for parameter in self.parameters:
+            if parameter not in state:
+                state[parameter] = {"step": torch.zeros((), device=parameter.device),
+                                    "exp_avg": torch.zeros_like(parameter.detach()),
+                                    "exp_avg_sq": torch.zeros_like(parameter.detach())}
+        return {p: (state[p]["exp_avg"], state[p]["exp_avg_sq"]) for p in self.parameters}
+
+    def restore(self, steps: int, skipped_in_a_row: int) -> None:
+        """Set the counters; the running averages are filled in place by the caller."""
+        self.steps, self.skipped_in_a_row = steps, skipped_in_a_row
+        for state in self.adamw.state.values():
+            state["step"].fill_(steps)
+
+    def move(self, device: torch.device | str) -> None:
+        """Bring the running averages to a device."""
+        for state in self.adamw.state.values():
+            for name, tensor in state.items():
+                state[name] = tensor.to(device)
+
     def _norm(self, grads: list[Tensor]) -> float:
         squares = torch.stack(torch._foreach_norm(grads)).double().square().sum()
         if self.group is not None:
