@@ -149,7 +149,8 @@ class RolloutConfig:
         check_choice(f"{key}.engine", self.engine, ("vllm", "transformers"))
         check(self.tensor_parallel >= 1, f"{key}.tensor_parallel", self.tensor_parallel, "at least 1")
         if self.engine == "transformers":
-            check(self.tensor_parallel == 1, f"{key}.tensor_parallel", self.tensor_parallel, "1 with engine=transformers")
+            check(self.tensor_parallel == 1, f"{key}.tensor_parallel", self.tensor_parallel,
+                  "1 with engine=transformers")
         check_choice(f"{key}.dtype", self.dtype, ("auto", "float32", "bfloat16"))
         check(self.temperature > 0, f"{key}.temperature", self.temperature, "positive")
         check(self.max_prompt_tokens >= 1, f"{key}.max_prompt_tokens", self.max_prompt_tokens, "at least 1")
@@ -227,7 +228,7 @@ class DataConfig:
 @dataclass(kw_only=True, slots=True)
 class RewardFunctionConfig:
     name: str = "exact"
-    """`exact`, `numeric`, `math_verify`, `reasoning_gym`, or the import path of a function, `package.module:function`."""
+    """`exact`, `numeric`, `math_verify`, `reasoning_gym`, or a function's import path, `package.module:function`."""
     weight: float = 1.0
     """Weight in the sum of all functions."""
     options: dict[str, Any] = field(default_factory=dict)
@@ -404,20 +405,12 @@ class SFTConfig:
 
 
 @dataclass(kw_only=True, slots=True)
-class EvaluatedPolicyConfig:
-    model: ModelConfig = field(default_factory=ModelConfig)
-    """The model to evaluate."""
-    rollout: RolloutConfig = field(default_factory=RolloutConfig)
-    """Sampling."""
-
-
-@dataclass(kw_only=True, slots=True)
 class EvaluateConfig:
     """Score a model on problems: pass@1, avg@k, pass@k, maj@k."""
 
     seed: int = 0
     """Seed of sampling."""
-    policy: EvaluatedPolicyConfig = field(default_factory=EvaluatedPolicyConfig)
+    policy: PolicyConfig = field(default_factory=PolicyConfig)
     """The model and how it samples."""
     data: DataConfig = field(default_factory=DataConfig)
     """The problems."""
@@ -440,7 +433,8 @@ class EvaluateConfig:
         check(self.max_prompts >= 0, "max_prompts", self.max_prompts, "at least 0")
         check(self.samples_per_prompt >= 1, "samples_per_prompt", self.samples_per_prompt, "at least 1")
         for k in self.k:
-            check(1 <= k <= self.samples_per_prompt, "k", self.k, f"from 1 to samples_per_prompt={self.samples_per_prompt}")
+            check(1 <= k <= self.samples_per_prompt, "k", self.k,
+                  f"from 1 to samples_per_prompt={self.samples_per_prompt}")
 
 
 RECIPES: dict[str, type] = {"grpo": GRPOConfig, "sft": SFTConfig, "evaluate": EvaluateConfig}

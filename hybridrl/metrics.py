@@ -13,7 +13,7 @@ from hybridrl.errors import DataError
 MACHINE = ("time/", "memory/")
 """Prefixes of metrics that differ from one execution to the next."""
 
-WATCHED = {"reward": "reward/mean", "tokens": "response/mean_tokens", "kl": "kl/mean", "s": "time/step"}
+WATCHED = {"reward": "reward/mean", "tokens": "response/length_mean", "kl": "policy/approx_kl_k3", "s": "time/step"}
 """What the progress line shows: label and metric."""
 
 

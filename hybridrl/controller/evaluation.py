@@ -1,15 +1,21 @@
 """Held-out problems, answered on the rollout engine and scored."""
 
+import math
+from collections.abc import Sequence
 from typing import Any
 
 import torch
 from tensordict import TensorDict
 
-from hybridrl.batch import num_rows, repeat
+from hybridrl.algorithms.evaluation import avg_at_k, maj_at_k, pass_at_k
+from hybridrl.batch import num_rows, repeat, require
 from hybridrl.data import PromptSet, row_seeds
+from hybridrl.rewards.numbers import final_number_text
 
 SEED_STEP = -1
 """Step under which evaluation draws its sampling seeds: training steps count from 1, so none is shared."""
+CORRECT = 1.0
+"""A response whose reward is at least this solved its problem."""
 
 
 def answer(policy: Any, rewards: Any, problems: PromptSet, samples: int, seed: int, limit: int = 0,
@@ -27,3 +33,43 @@ def answer(policy: Any, rewards: Any, problems: PromptSet, samples: int, seed: i
 def accuracy(batch: TensorDict) -> float:
     """Mean reward of the scored rows; NaN when none could be scored."""
     return float(torch.nanmean(batch["rewards"].double()))
+
+
+def evaluation_metrics(batch: TensorDict, ks: Sequence[int]) -> dict[str, float]:
+    """pass@1, and avg@k, pass@k and maj@k for each k, averaged over problems with at least k scored responses.
+
+    A response is correct when its reward is at least 1; avg@k is the mean reward. maj@k votes with the response's
+    final number, or its text where it has none.
+
+    Args:
+        batch: `rewards`, `group_ids` and `response` of whole groups.
+    """
+    require(batch, "rewards", "group_ids", "response")
+    groups: dict[int, list[tuple[float, str]]] = {}
+    rows = zip(batch["group_ids"].tolist(), batch["rewards"].tolist(), batch["response"], strict=True)
+    for group, reward, response in rows:
+        groups.setdefault(group, [])
+        if not math.isnan(reward):
+            groups[group].append((reward, final_number_text(response) or response.strip()))
+    metrics = {}
+    for k in sorted({1, *ks}):
+        scored = [members for members in groups.values() if len(members) >= k]
+        for name, score in (("avg", _avg), ("pass", _pass), ("maj", _maj)):
+            if k > 1 or name == "pass":  # with one response the three are the same
+                metrics[f"{name}@{k}"] = sum(score(m, k) for m in scored) / len(scored) if scored else math.nan
+    failed = sum(math.isnan(reward) for reward in batch["rewards"].tolist())
+    return metrics | {"problems": len(groups), "responses": num_rows(batch), "unscored": failed}
+
+
+def _avg(members: list[tuple[float, str]], k: int) -> float:
+    return avg_at_k([reward for reward, _ in members], k)
+
+
+def _pass(members: list[tuple[float, str]], k: int) -> float:
+    return pass_at_k(len(members), sum(reward >= CORRECT for reward, _ in members), k)
+
+
+def _maj(members: list[tuple[float, str]], k: int) -> float:
+    correct = [reward >= CORRECT for reward, _ in members]
+    # A scorer may judge two texts with one final number differently: then they are two answers.
+    return maj_at_k([(text, right) for (_, text), right in zip(members, correct, strict=True)], correct, k)

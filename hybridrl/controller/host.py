@@ -204,7 +204,7 @@ def _fetch(value: Any, timeout_s: float) -> Any:
     for wire in wires:
         if not isinstance(wire, Wire):
             raise BatchError(f"a batch was expected from the future, its call returned {type(wire).__name__}.")
-    return unpack([(wire, start, stop) for wire, (_, start, stop) in zip(wires, pieces, strict=True)])
+    return unpack([wire.part(start, stop) for wire, (_, start, stop) in zip(wires, pieces, strict=True)])
 
 
 def _get(values: list[Any], timeout_s: float) -> list[Any]:

@@ -15,7 +15,7 @@ from hybridrl.batch import num_rows
 from hybridrl.config import ClusterConfig
 from hybridrl.controller.call import Call, Future, check_rows, is_rows, stopped_error, worker_error
 from hybridrl.controller.host import Failure, Host, Part, Rows, Values
-from hybridrl.controller.wire import Wire, pack, unpack, unpack_whole
+from hybridrl.controller.wire import Wire, pack, unpack, unpack_one
 from hybridrl.dispatch import Dispatch, join_rows, row_range
 from hybridrl.errors import BatchError, DeadlineError, HybridRLError
 from hybridrl.workers.base import Worker, WorkerContext
@@ -54,7 +54,7 @@ def task_name(call: Call) -> str:
 
 def register_batches() -> None:
     """Make Ray move every batch of this process packed."""
-    ray.util.register_serializer(TensorDict, serializer=pack, deserializer=unpack_whole)
+    ray.util.register_serializer(TensorDict, serializer=pack, deserializer=unpack_one)
 
 
 class RayFuture(Future):
@@ -100,9 +100,9 @@ class RayFuture(Future):
             return values
         values = values[:: self.call.peers]
         if dispatch.split == "first" or dispatch.join == "first":
-            return unpack_whole(values[0]) if isinstance(values[0], Wire) else values[0]
+            return unpack_one(values[0]) if isinstance(values[0], Wire) else values[0]
         if all(isinstance(value, Wire) for value in values):
-            return unpack([(wire, 0, wire.rows) for wire in values])
+            return unpack(values)
         return join_rows(values)
 
     def _late(self) -> DeadlineError:
@@ -256,11 +256,11 @@ def row_argument(value: Any, shards: int, peers: int) -> list[Any]:
     if not isinstance(value, TensorDict):
         parts = [part for item in (value if isinstance(value, list | tuple) else [value]) for part in _parts(item)]
         return [Rows(parts, shard, shards) for shard in range(shards)]
-    shares, total = [], num_rows(value)
+    shares, packed = [], pack(value)
     for shard in range(shards):
-        wire = pack(value, *row_range(total, shards, shard))
+        wire = packed.part(*row_range(packed.rows, shards, shard))
         # Peers read one copy of their rows.
-        shares.append(Rows([Part(ray.put(wire) if peers > 1 else wire, wire.rows)], total=total))
+        shares.append(Rows([Part(ray.put(wire) if peers > 1 else wire, wire.rows)], total=packed.rows))
     return shares
 
 

@@ -12,7 +12,7 @@ import torch
 from tensordict import TensorDict
 from torch import Tensor
 
-from hybridrl.batch import from_lengths, is_ragged, lengths, num_rows, objects, objects_of
+from hybridrl.batch import from_lengths, is_ragged, num_rows, objects, objects_of
 from hybridrl.errors import BatchError
 
 # numpy has no bfloat16 or float8: such columns travel as integers of the same size.
@@ -21,39 +21,52 @@ _STAND_INS = {1: torch.int8, 2: torch.int16}
 
 @dataclass(slots=True)
 class Column:
-    """One column: rows laid end to end in `values`; `sizes` has the row lengths of a ragged one, else None."""
+    """One column of a packed batch.
+
+    `values` holds the rows: laid end to end when ragged, then row i lies from offsets[i] to offsets[i + 1], counted
+    from offsets[0]; `offsets` is None otherwise. `dtype` is None when `values` is a list of Python objects.
+    """
 
     values: Any
-    sizes: np.ndarray | None
+    offsets: np.ndarray | None
     dtype: torch.dtype | None
-    """None: `values` is a list of Python objects."""
+
+    def rows(self, start: int, stop: int) -> "Column":
+        """Rows start..stop, as views."""
+        if self.offsets is None:
+            return Column(self.values[start:stop], None, self.dtype)
+        first, last = self.offsets[[start, stop]] - self.offsets[0]
+        return Column(self.values[first:last], self.offsets[start : stop + 1], self.dtype)
 
 
 @dataclass(slots=True)
 class Wire:
-    """A packed batch."""
+    """A packed batch: its row count and its columns by name."""
 
     rows: int
     columns: dict[str, Column]
 
+    def part(self, start: int, stop: int) -> "Wire":
+        """Rows start..stop, as views."""
+        if (start, stop) == (0, self.rows):
+            return self
+        return Wire(stop - start, {name: column.rows(start, stop) for name, column in self.columns.items()})
 
-def pack(batch: TensorDict, start: int = 0, stop: int | None = None) -> Wire:
-    """Rows start..stop of a batch, without copying tensors that lie in CPU memory."""
-    stop = num_rows(batch) if stop is None else stop
-    return Wire(stop - start, {name: _pack_column(name, batch, start, stop) for name in batch.keys()})
+
+def pack(batch: TensorDict) -> Wire:
+    """A batch for the wire, without copying tensors that lie in CPU memory. Raises BatchError for a nested batch."""
+    return Wire(num_rows(batch), {name: _pack_column(name, batch) for name in batch.keys()})
 
 
-def _pack_column(name: str, batch: TensorDict, start: int, stop: int) -> Column:
+def _pack_column(name: str, batch: TensorDict) -> Column:
     stored = batch.get(name)
     if isinstance(stored, TensorDict):
         raise BatchError(f"field {name!r} is a nested batch; a batch holds tensors and Python objects.")
     if not isinstance(stored, Tensor):
-        return Column(objects_of(batch, name)[start:stop], None, None)
+        return Column(objects_of(batch, name), None, None)
     if not is_ragged(stored):
-        return Column(_to_numpy(stored[start:stop]), None, stored.dtype)
-    offsets = stored.offsets()
-    values = stored.values()[int(offsets[start]) : int(offsets[stop])]
-    return Column(_to_numpy(values), _to_numpy(lengths(stored)[start:stop]), stored.dtype)
+        return Column(_to_numpy(stored), None, stored.dtype)
+    return Column(_to_numpy(stored.values()), _to_numpy(stored.offsets()), stored.dtype)
 
 
 def _to_numpy(tensor: Tensor) -> np.ndarray:
@@ -64,43 +77,35 @@ def _to_numpy(tensor: Tensor) -> np.ndarray:
         return tensor.view(_STAND_INS[tensor.element_size()]).numpy()
 
 
-def unpack(pieces: Sequence[tuple[Wire, int, int]]) -> TensorDict:
-    """One batch from pieces (wire, first row, one-past-last row), laid end to end; its tensors are writable.
+def unpack(wires: Sequence[Wire]) -> TensorDict:
+    """One batch from wires laid end to end; its tensors are copies and may be written.
 
-    Raises BatchError when fields of pieces with rows differ.
+    Raises BatchError when the fields of wires with rows differ.
     """
-    # A piece without rows adds nothing, and its empty columns may have lost their kind.
-    pieces = [piece for piece in pieces if piece[1] < piece[2]] or list(pieces[:1])
-    names = pieces[0][0].columns.keys()
-    for wire, _, _ in pieces[1:]:
+    # A wire without rows adds nothing, and its empty columns may have lost their kind.
+    wires = [wire for wire in wires if wire.rows] or list(wires[:1])
+    names = wires[0].columns.keys()
+    for wire in wires[1:]:
         if wire.columns.keys() != names:
             raise BatchError(f"shards returned different fields: {sorted(names ^ wire.columns.keys())} are not in all.")
-    batch = TensorDict({}, batch_size=[sum(stop - start for _, start, stop in pieces)])
+    batch = TensorDict({}, batch_size=[sum(wire.rows for wire in wires)])
     for name in names:
-        batch.set(name, _unpack_column([(wire.columns[name], start, stop) for wire, start, stop in pieces]))
+        batch.set(name, _unpack_column([wire.columns[name] for wire in wires]))
     return batch
 
 
-def _unpack_column(pieces: list[tuple[Column, int, int]]) -> Any:
-    first = pieces[0][0]
+def _unpack_column(pieces: list[Column]) -> Any:
+    first = pieces[0]
     if first.dtype is None:
-        return objects([value for column, start, stop in pieces for value in column.values[start:stop]])
-    if first.sizes is None:
-        return _to_tensor([column.values[start:stop] for column, start, stop in pieces], first.dtype)
-    values, sizes = [], []
-    for column, start, stop in pieces:
-        begin = int(column.sizes[:start].sum())
-        sizes.append(column.sizes[start:stop])
-        values.append(column.values[begin : begin + int(sizes[-1].sum())])
-    return from_lengths(_to_tensor(values, first.dtype), _to_tensor(sizes, torch.int64))
+        return objects([value for column in pieces for value in column.values])
+    joined = np.concatenate([column.values for column in pieces]) if len(pieces) > 1 else first.values.copy()
+    values = torch.from_numpy(joined)
+    values = values if values.dtype == first.dtype else values.view(first.dtype)
+    if first.offsets is None:
+        return values
+    return from_lengths(values, torch.from_numpy(np.concatenate([np.diff(column.offsets) for column in pieces])))
 
 
-def _to_tensor(arrays: list[np.ndarray], dtype: torch.dtype) -> Tensor:
-    """One writable tensor with a copy of all arrays."""
-    joined = torch.from_numpy(np.concatenate(arrays) if len(arrays) > 1 else arrays[0].copy())
-    return joined if joined.dtype == dtype else joined.view(dtype)
-
-
-def unpack_whole(wire: Wire) -> TensorDict:
-    """All rows of one wire."""
-    return unpack([(wire, 0, wire.rows)])
+def unpack_one(wire: Wire) -> TensorDict:
+    """The batch of one wire."""
+    return unpack([wire])

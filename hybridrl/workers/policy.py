@@ -1,9 +1,9 @@
 """The policy: FSDP training and a rollout engine in one process, taking turns on one device.
 
             update, log_probs, save, load                         generate
-    TRAIN ─────────────────────────────── sync_weights ─────────────────────────────── ROLLOUT
-      ^   offload training state > wake weights > sync > fingerprint > wake KV cache     │
-      └───────────────────── sleep rollout engine > bring training state back ───────────┘
+    TRAIN ────────────────────────────── sync_weights ──────────────────────────────> ROLLOUT
+      ^    offload optimizer > wake weights > sync > offload parameters > wake KV cache   │
+      └──────────────────── sleep rollout engine > bring training state back ─────────────┘
 
 A method called in the other phase moves there first; `generate` never samples from weights older than the
 last update.
@@ -29,7 +29,13 @@ from hybridrl.workers.rollout.transformers_engine import TransformersEngine
 from hybridrl.workers.rollout.vllm_engine import VLLMEngine, rollout_dtype
 from hybridrl.workers.trainer import TrainerWorker
 from hybridrl.workers.training.engine import LossFunction
-from hybridrl.workers.weights.sync import check_gap, fingerprint, sync_weights
+from hybridrl.workers.weights.sync import (
+    check_gap,
+    fingerprint_ids,
+    largest_gap,
+    sync_weights,
+    training_log_probs,
+)
 
 
 class Phase(Enum):
@@ -78,26 +84,37 @@ class PolicyWorker(TrainerWorker):
 
     def _enter(self, phase: Phase) -> None:
         """Move to a phase; a move into ROLLOUT brings the newest weights along."""
-        if phase is self.phase and not (phase is Phase.ROLLOUT and self.changed):
+        if phase is Phase.ROLLOUT and self.phase is phase and self.changed:
+            self._enter(Phase.TRAIN)
+        if phase is self.phase:
             return
         started, before = time.perf_counter(), self._memory()
         if phase is Phase.ROLLOUT:
-            if self.phase is Phase.TRAIN:
-                self.rollout.wake()
+            self.training.offload(parameters=False)
+            self.rollout.wake()
             self._sync()
         else:
             self.rollout.sleep()
+            self.training.onload()
         self.phase = phase
         name = f"enter_{phase.value}"
         self.metrics |= {f"time/{name}": time.perf_counter() - started, f"memory/{name}_before_bytes": before,
                          f"memory/{name}_after_bytes": self._memory()}
 
     def _sync(self) -> None:
+        """Send the training weights over, and compare the engines on a few tokens.
+
+        Training's half of the comparison comes first: its parameters make room for the KV cache before the other.
+        """
         self.version += 1
         self.metrics |= sync_weights(self.training, self.rollout, self.cfg.sync, self.dtype, self.version)
+        ids = fingerprint_ids(self.cfg.sync.fingerprint_tokens, len(self.tokenizer))
+        trained = training_log_probs(self.training, ids) if len(ids) > 1 else None
+        self.training.offload()
+        self.rollout.wake_cache()
         self.changed = False
-        if self.cfg.sync.fingerprint_tokens:
-            gap = fingerprint(self.training, self.rollout, self.cfg.sync.fingerprint_tokens, len(self.tokenizer))
+        if trained is not None:
+            gap = largest_gap(self.rollout.score(ids), trained)
             self.metrics["sync/max_log_prob_gap"] = gap
             check_gap(gap, self.cfg.sync, self.dtype, self.version)
 
@@ -145,6 +162,9 @@ class PolicyWorker(TrainerWorker):
                             options.temperature if temperature is None else temperature, seed)
                     for ids, seed in zip(rows_of(batch["prompt_ids"]), seeds, strict=True)]
         completions = self.rollout.generate(requests)
+        if self.rollout.first_token_at is not None:
+            self.metrics["time/first_token_unix_s"] = self.rollout.first_token_at
+            self.rollout.first_token_at = None
         if self.rollout.leads:
             self._write(batch, completions)
         return batch
@@ -155,8 +175,7 @@ class PolicyWorker(TrainerWorker):
         put(batch, "rollout_log_probs", [c.log_probs for c in completions])
         put(batch, "weight_versions", [c.versions for c in completions])
         put(batch, "finish_reason", [c.finish_reason for c in completions])
-        texts = self.tokenizer.batch_decode([c.token_ids for c in completions], skip_special_tokens=True)
-        put(batch, "response", texts)
+        put(batch, "response", [self.tokenizer.decode(c.token_ids, skip_special_tokens=True) for c in completions])
 
     # ---- training
 

@@ -62,6 +62,9 @@ class RolloutEngine(ABC):
         self.stop_ids = sorted(set(stop_ids))
         self.version: int | None = None
         self.awake = True
+        self.first_token_at: float | None = None
+        """When the first token of all was sampled, in seconds since 1970."""
+        self._stepped = False
         self._inbox: queue.SimpleQueue[tuple[str, Request]] = queue.SimpleQueue()
         self._futures: dict[str, Future[Completion]] = {}
         self._submitted = 0
@@ -101,8 +104,11 @@ class RolloutEngine(ABC):
         self.awake = False
 
     def wake(self) -> None:
-        """Take the memory back; the weights must be loaded before sampling."""
+        """Take the weights' memory back; they must be loaded before sampling."""
         self.awake = True
+
+    def wake_cache(self) -> None:
+        """Take the key-value cache's memory back, once the weights are loaded."""
 
     def close(self) -> None:
         """Free the engine."""
@@ -136,7 +142,10 @@ class RolloutEngine(ABC):
                 if done:
                     return
                 if self.busy():
-                    for request_id, completion in self.step():
+                    finished = self.step()
+                    if not self._stepped:
+                        self._stepped, self.first_token_at = True, time.time()
+                    for request_id, completion in finished:
                         self._finish(request_id, completion)
                 else:
                     time.sleep(0.001)  # an environment thread is about to submit

@@ -46,6 +46,8 @@ class VLLMEngine(RolloutEngine):
 
         self.cuda = device.type == "cuda"
         shared_memory = None if self.cuda else _name_shared_memory()
+        if not self.cuda:
+            _count_ranks_eagerly()
         options: dict[str, Any] = {"enforce_eager": cfg.enforce_eager or not self.cuda}
         if self.cuda:
             options |= {"enable_sleep_mode": True, "gpu_memory_utilization": cfg.gpu_memory_frac}
@@ -128,7 +130,6 @@ class VLLMEngine(RolloutEngine):
             self.llm.sleep(level=2)
 
     def wake(self) -> None:
-        """Take back the weights' memory; `wake_cache` takes back the KV cache's once weights are loaded."""
         super().wake()
         if self.cuda:
             self.llm.wake_up(tags=["weights"])
@@ -161,6 +162,14 @@ def _peers(tensor_parallel: int) -> tuple[dist.ProcessGroup | None, int]:
     ranks = [list(range(first, first + tensor_parallel)) for first in range(0, world, tensor_parallel)]
     group, _ = dist.new_subgroups_by_enumeration(ranks, backend="gloo")
     return group, leader
+
+
+def _count_ranks_eagerly() -> None:
+    """Keep vLLM from compiling its token-rank count: seconds, and a C compiler, for a sum over a small matrix."""
+    from vllm.v1.sample import sampler
+
+    compiled = sampler.batched_count_greater_than
+    sampler.batched_count_greater_than = getattr(compiled, "_torchdynamo_orig_callable", compiled)
 
 
 def _name_shared_memory() -> str:

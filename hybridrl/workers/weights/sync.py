@@ -5,6 +5,7 @@ from collections.abc import Iterator
 
 import torch
 import torch.distributed as dist
+from torch import Tensor
 
 from hybridrl.batch import make_batch
 from hybridrl.config import SyncConfig
@@ -44,13 +45,21 @@ def _counted(buckets: Iterator[Bucket], counter: dict[str, int]) -> Iterator[Buc
         yield bucket
 
 
-def fingerprint(training: TrainingEngine, rollout: RolloutEngine, num_tokens: int, vocabulary: int) -> float:
-    """Largest gap, over ranks, between the two engines' log-probs of a few fixed tokens. Collective."""
+def fingerprint_ids(num_tokens: int, vocabulary: int) -> list[int]:
+    """num_tokens + 1 fixed token ids below `vocabulary`: the first is context, the others are scored."""
     generator = torch.Generator().manual_seed(num_tokens)
-    ids = torch.randint(vocabulary, (num_tokens + 1,), generator=generator).tolist()
+    return torch.randint(vocabulary, (num_tokens + 1,), generator=generator).tolist()
+
+
+def training_log_probs(training: TrainingEngine, ids: list[int]) -> Tensor:
+    """Log-probs [num_tokens] of ids[1:] under the training weights, at temperature 1. Collective."""
     row = make_batch(prompt_ids=[ids[:1]], response_ids=[ids[1:]])
-    trained = training.log_probs(row)["log_probs"].values()
-    gap = (torch.tensor(rollout.score(ids)) - trained).abs().max()
+    return training.log_probs(row)["log_probs"].values()
+
+
+def largest_gap(scored: list[float], trained: Tensor) -> float:
+    """Largest difference between the engines' log-probs of the same tokens, over all ranks. Collective."""
+    gap = (torch.tensor(scored) - trained).abs().max()
     # NaN would pass every comparison and lose every maximum.
     gap = torch.nan_to_num(gap, nan=torch.inf).reshape(1)
     dist.all_reduce(gap, op=dist.ReduceOp.MAX)

@@ -1,0 +1,38 @@
+"""Score a model: answer problems on the rollout engine, grade the answers, print one JSON line.
+
+    problems ─> generate ─> reward ─> pass@1, avg@k, pass@k, maj@k
+"""
+
+import json
+from pathlib import Path
+
+from hybridrl.batch import num_rows
+from hybridrl.command_line import recipe
+from hybridrl.config import EvaluateConfig
+from hybridrl.controller.cluster import Cluster
+from hybridrl.controller.evaluation import answer, evaluation_metrics
+from hybridrl.controller.worker_group import WorkerGroup
+from hybridrl.data import load_prompts
+from hybridrl.models import load_tokenizer
+from hybridrl.rewards import Rewarder
+from hybridrl.workers.policy import PolicyWorker
+
+
+@recipe("evaluate", EvaluateConfig)
+def main(cfg: EvaluateConfig) -> None:
+    """Score a model on problems: pass@1, avg@k, pass@k, maj@k."""
+    with Rewarder(cfg.reward) as rewards, Cluster(cfg.cluster) as cluster:
+        pool = cluster.pool()
+        problems = load_prompts(cfg.data, load_tokenizer(cfg.policy.model), cfg.policy.rollout.max_prompt_tokens)
+        policy = WorkerGroup(PolicyWorker, pool, cfg.policy, cfg.seed, role="policy")
+        batch = answer(policy, rewards, problems, cfg.samples_per_prompt, cfg.seed, cfg.max_prompts)
+    if cfg.output:
+        with Path(cfg.output).open("w") as file:
+            for row in range(num_rows(batch)):
+                kept = {name: batch[name][row] for name in ("prompt", "response", "answer", "finish_reason")}
+                file.write(json.dumps(kept | {"reward": float(batch["rewards"][row])}, default=str) + "\n")
+    print(json.dumps(evaluation_metrics(batch, cfg.k)))
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,199 @@
+"""The policy with both real engines: every layout that two ranks allow, dense and mixture-of-experts."""
+
+import pytest
+import torch
+
+from hybridrl.batch import lengths, make_batch, num_rows, padded, repeat, select, split
+from hybridrl.config import ModelConfig, PolicyConfig, RolloutConfig, SyncConfig, TrainingConfig
+from hybridrl.controller import WorkerGroup
+from hybridrl.errors import WorkerError
+from tests.distributed.probe import ProbeWorker, plain_loss
+from tests.models import tiny_model
+
+LAYOUTS = {"1": (1, 1), "2x1": (2, 1), "1x2": (2, 2)}
+"""Name -> (ranks, tensor_parallel)."""
+GAP = 1e-5
+"""Agreement of the engines in float32."""
+
+
+@pytest.fixture(scope="module")
+def folders(tmp_path_factory):
+    root = tmp_path_factory.mktemp("models")
+    return {kind: tiny_model(root / kind, kind, initializer_range=0.1) for kind in ("llama_tied", "qwen3_moe")}
+
+
+@pytest.fixture(scope="module")
+def policies(ray_cluster, folders):
+    """`policies(layout, kind)`: a policy of that layout, built once; processes are shared by kind."""
+    pools, groups = {}, {}
+
+    def get(layout: str, kind: str = "llama_tied") -> WorkerGroup:
+        ranks, shared = LAYOUTS[layout]
+        if layout not in pools:
+            pools[layout] = ray_cluster.pool(ranks)
+            # vLLM makes its groups once a process, and those of a dense model don't do for a mixture.
+            for role in ("qwen3_moe", "llama_tied"):
+                cfg = PolicyConfig(
+                    model=ModelConfig(path=str(folders[role])), sync=SyncConfig(bucket_mib=1),
+                    training=TrainingConfig(learning_rate=1e-2, micro_batch_tokens=64),
+                    rollout=RolloutConfig(tensor_parallel=shared, max_prompt_tokens=32, max_response_tokens=16))
+                groups[layout, role] = WorkerGroup(ProbeWorker, pools[layout], cfg, role=role)
+        return groups[layout, kind]
+
+    yield get
+    for pool in pools.values():
+        pool.close()
+
+
+def prompts(rows: int, seed: int = 0):
+    generator = torch.Generator().manual_seed(seed)
+    ids = [torch.randint(5, 60, (3 + i % 5,), generator=generator) for i in range(rows)]
+    return make_batch(prompt_ids=ids, seeds=torch.arange(rows) + 1000 * seed, group_ids=torch.arange(rows))
+
+
+def largest_gap(batch) -> float:
+    return float((batch["rollout_log_probs"].values() - batch["old_log_probs"].values()).abs().max())
+
+
+def with_loss_columns(batch):
+    sizes = lengths(batch["response_ids"])
+    batch["advantages"] = torch.nested.nested_tensor_from_jagged(
+        torch.linspace(-1, 1, int(sizes.sum())), batch["response_ids"].offsets())
+    batch["loss_weights"] = torch.nested.nested_tensor_from_jagged(
+        torch.full((int(sizes.sum()),), 1 / int(sizes.sum())), batch["response_ids"].offsets())
+    return batch
+
+
+@pytest.mark.parametrize("kind", ["llama_tied", "qwen3_moe"])
+@pytest.mark.parametrize("layout", LAYOUTS)
+def test_engines_agree_after_a_sync_and_not_before(policies, layout, kind):
+    policy = policies(layout, kind)
+    first = policy.sync_weights()[0]
+    assert max(policy.gap()) < GAP
+    policy.scale_weights(1.2)
+    assert min(policy.gap()) > 1e-2
+    batch = policy.log_probs(policy.generate(prompts(5)))
+    assert largest_gap(batch) < GAP
+    assert set(batch["weight_versions"].values().tolist()) == {first + 1}
+    policy.update(with_loss_columns(batch), plain_loss)
+    assert min(policy.gap()) > 1e-4
+    policy.sync_weights()
+    assert max(policy.gap()) < GAP
+    metrics = policy.take_metrics()[0]
+    assert metrics["sync/max_log_prob_gap"] < GAP
+    assert metrics["memory/enter_rollout_after_bytes"] > 0
+    assert {"time/enter_train", "time/enter_rollout", "time/sync_load"} <= metrics.keys()
+
+
+@pytest.mark.parametrize("rows", [0, 1, 3])
+def test_any_number_of_rows(policies, rows):
+    for layout in ("2x1", "1x2"):
+        batch = policies(layout).log_probs(policies(layout).generate(select(prompts(3), range(rows))))
+        assert num_rows(batch) == rows
+        assert len(batch["response"]) == rows
+        assert len(batch["old_log_probs"].values()) == int(lengths(batch["response_ids"]).sum())
+
+
+@pytest.fixture(scope="module")
+def fresh(policies):
+    """All layouts brought to the same weights: those of the model folder. Returns one sampled batch."""
+    import tempfile
+
+    source = policies("1")
+    with tempfile.TemporaryDirectory() as folder:
+        source.save(folder)
+        for layout in ("2x1", "1x2"):
+            policies(layout).load(folder)  # saved on one rank, loaded on two
+    return source.log_probs(source.generate(prompts(7, seed=3)))
+
+
+def test_samples_do_not_depend_on_the_layout(policies, fresh):
+    for layout in ("2x1", "1x2"):
+        batch = policies(layout).generate(prompts(7, seed=3))
+        assert batch["response_ids"].values().tolist() == fresh["response_ids"].values().tolist()
+        assert batch["finish_reason"] == fresh["finish_reason"]
+        torch.testing.assert_close(batch["rollout_log_probs"].values(), fresh["rollout_log_probs"].values(),
+                                   atol=GAP, rtol=0)
+
+
+def test_an_update_does_not_depend_on_the_layout(policies, fresh):
+    batch = with_loss_columns(select(fresh, slice(None)))
+    results, after = [], []
+    for layout in LAYOUTS:
+        policy = policies(layout)
+        results.append(policy.update(batch, plain_loss))
+        after.append(policy.log_probs(batch)["old_log_probs"].values())
+    for metrics, log_probs in zip(results[1:], after[1:], strict=True):
+        assert metrics["train/loss"] == pytest.approx(results[0]["train/loss"], rel=1e-5)
+        assert metrics["train/grad_norm"] == pytest.approx(results[0]["train/grad_norm"], rel=1e-5)
+        torch.testing.assert_close(log_probs, after[0], atol=2e-4, rtol=0)
+    assert (after[0] - fresh["old_log_probs"].values()).abs().max() > 1e-2
+
+
+def test_rows_sampled_together_or_apart_are_the_same(policies):
+    policy = policies("1")
+    together = policy.generate(prompts(4, seed=5))
+    apart = [policy.generate(part) for part in split(prompts(4, seed=5), 4)]
+    assert [row["response_ids"].values().tolist() for row in apart] == [
+        ids.tolist() for ids in together["response_ids"].unbind()]
+
+
+def test_responses_to_one_prompt_differ_by_seed_and_greedy_ones_do_not(policies):
+    policy = policies("1")
+    batch = repeat(select(prompts(1), [0]), 4)
+    batch["seeds"] = torch.arange(4)
+    assert len(set(policy.generate(batch)["response"])) > 1
+    assert len(set(policy.generate(batch, temperature=0.0)["response"])) == 1
+
+
+@pytest.mark.parametrize("layout", ["1", "1x2"])
+def test_weights_may_change_while_sampling(policies, layout):
+    """Tokens before the boundary have the old weights' log-probs, tokens after it the new ones'."""
+    policy = policies(layout)
+    policy.sync_weights()
+    batch = prompts(3, seed=7)
+    sampled = policy.generate_across_a_sync(batch, tokens=12, before=5)[0]
+    ids, log_probs, versions = zip(*sampled, strict=True)
+    assert all(sorted(row) == list(row) and len(set(row)) == 2 for row in versions if len(row) > 5)
+    assert any(len(row) > 5 for row in versions)
+    rows = make_batch(prompt_ids=[row for row in batch["prompt_ids"].unbind()], response_ids=list(ids))
+    new = padded(policy.log_probs(rows)["old_log_probs"])
+    policy.scale_weights(1 / 1.1)
+    old = padded(policy.log_probs(rows)["old_log_probs"])
+    for i, row in enumerate(versions):
+        for j, version in enumerate(row):
+            under = old if version == min(row) and len(set(row)) == 2 else new
+            assert abs(float(under[i, j]) - log_probs[i][j]) < 5e-5, (i, j)
+    policy.sync_weights()
+
+
+@pytest.mark.parametrize("layout", ["1", "1x2"])
+def test_a_request_may_arrive_while_others_run(policies, layout):
+    policy = policies(layout)
+    responses, steps = policy.offered_later(list(range(10, 15)), list(range(20, 24)))[0]
+    assert [len(response) for response in responses] == [12, 6] or 1 in [r[-1] for r in responses]
+    assert steps < 12 + 6, "the second request must share the first one's steps"
+
+
+@pytest.mark.parametrize("kind, part, named", [
+    ("llama_tied", "lm_head", "lm_head"), ("llama_tied", "layers.1.self_attn.k_proj", "layers.1.self_attn.qkv_proj"),
+    ("qwen3_moe", "experts.2.down_proj", "experts"), ("qwen3_moe", "layers.0.mlp.gate.weight", "layers.0.mlp.gate")])
+def test_a_weight_that_does_not_arrive_is_named_and_nothing_is_sampled(policies, kind, part, named):
+    policy = policies("1", kind)
+    policy.sync_weights()
+    error = policy.load_without(part)[0]
+    assert error.startswith("SyncError") and named in error
+    policy.scale_weights(1.0)  # the next call syncs again, whole
+    policy.sync_weights()
+    assert max(policy.gap()) < GAP
+
+
+def test_a_failure_names_role_rank_and_step(ray_cluster, folders):
+    pool = ray_cluster.pool(1)
+    cfg = PolicyConfig(model=ModelConfig(path=str(folders["llama_tied"])),
+                       rollout=RolloutConfig(engine="transformers", max_prompt_tokens=8, max_response_tokens=4))
+    policy = WorkerGroup(ProbeWorker, pool, cfg, role="policy")
+    policy.step = 3
+    with pytest.raises(WorkerError, match=r"policy rank 0 at step 3: .*prompt_ids"):
+        policy.generate(make_batch(group_ids=torch.arange(1)))
+    pool.close()
