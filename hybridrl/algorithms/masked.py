@@ -122,12 +122,12 @@ def whiten(x: Tensor, mask: Tensor, *, shift_mean: bool = True) -> Tensor:
     Returns:
         [B, R] float64, zero where mask is false.
     """
-    values = x[mask].double()
-    low, above = low_and_mean(values)
-    centred = (values - low) - above
-    count = values.numel()
-    variance = centred.square().sum() / (count - 1) if count > 1 else values.new_zeros(())
+    wide, count = x.double(), mask.count_nonzero()
+    # Whole-tensor passes are several times faster than gathering the trainable tokens and putting them back.
+    low = torch.where(mask, wide, torch.inf).amin() if wide.numel() else wide.sum()
+    shifted = select(wide - low, mask)
+    above = shifted.sum() / count.clamp(min=1)
+    centred = select(shifted - above, mask)
+    variance = centred.square().sum() / (count - 1).clamp(min=1)
     white = centred / (variance + 1e-8).sqrt()
-    if not shift_mean:
-        white = white + (low + above)
-    return torch.zeros_like(x, dtype=torch.float64).masked_scatter(mask, white)
+    return white if shift_mean else select(white + (low + above), mask)
