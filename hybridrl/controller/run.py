@@ -96,7 +96,7 @@ class Run:
         self._things = things
         self.step = self._saved_step = self._checkpoints.restore(things, self.say)
         for lines in (self._metrics, self._samples):
-            lines.cut(self.step)
+            lines.cut(self.step or -1)  # without a checkpoint the run starts over, its step 0 included
         if self.step:
             self.say(f"restored step {self.step}")
         return self.step

@@ -219,6 +219,14 @@ def test_a_damaged_checkpoint_costs_its_steps_only(tmp_path, capsys):
     assert lines(tmp_path / "run") == lines(tmp_path / "unbroken")
 
 
+def test_a_run_that_ended_before_its_first_checkpoint_starts_over(tmp_path):
+    for _ in range(2):
+        with Run(config(tmp_path / "run"), "test") as run:
+            assert run.restore(prompts=Prompts()) == 0
+            run.log(0, {"eval/accuracy": 0.25})
+    assert lines(tmp_path / "run") == [{"step": 0, "eval/accuracy": 0.25}]
+
+
 def test_a_line_cut_by_a_crash_is_dropped(tmp_path):
     train(config(tmp_path / "run", steps=2))
     with open(tmp_path / "run" / "metrics.jsonl", "a") as out:
