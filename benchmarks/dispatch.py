@@ -40,11 +40,11 @@ class Echo(Worker):
 
 
 def rollout_batch(num_bytes: int) -> TensorDict:
-    """A batch as a rollout leaves it: prompts of 30 to 90 tokens, responses of 100 to 300, about `num_bytes` in all."""
+    """A batch as a rollout leaves it: prompts of 64 to 256 tokens, responses of 512 to 1,536, about `num_bytes` in all."""
     generator = torch.Generator().manual_seed(0)
-    rows = num_bytes // (60 * 8 + 200 * (8 + 1 + 4 + 8 + 4) + 20)
-    prompts = [torch.arange(int(n)) for n in torch.randint(30, 91, (rows,), generator=generator)]
-    sizes = torch.randint(100, 301, (rows,), generator=generator).tolist()
+    rows = num_bytes // (160 * 8 + 1024 * (8 + 1 + 4 + 4 + 8) + 12)
+    prompts = [torch.arange(int(n)) for n in torch.randint(64, 257, (rows,), generator=generator)]
+    sizes = torch.randint(512, 1537, (rows,), generator=generator).tolist()
     return make_batch(
         prompt_ids=prompts,
         response_ids=[torch.arange(n) for n in sizes],
