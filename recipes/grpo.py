@@ -36,15 +36,18 @@ def main(cfg: GRPOConfig) -> None:
         prompts = PromptLoader(load_prompts(cfg.data, tokenizer, longest), seed=cfg.seed, shuffle=cfg.data.shuffle)
         problems = load_prompts(cfg.eval_data, tokenizer, longest, "eval_data") if cfg.eval_data.enabled else None
         policy = WorkerGroup(PolicyWorker, pool, cfg.policy, cfg.seed, role="policy")
-        reference = WorkerGroup(ReferenceWorker, pool, cfg.policy.model, cfg.policy.training, cfg.policy.rollout.temperature,
-                                role="reference") if algorithm.needs_reference else None
+        reference = None
+        if algorithm.needs_reference:
+            reference = WorkerGroup(ReferenceWorker, pool, cfg.policy.model, cfg.policy.training,
+                                    cfg.policy.rollout.temperature, role="reference")
 
         def evaluate(step: int) -> dict[str, float]:
             every = cfg.trainer.eval_every
             if problems is None or not (step in (0, cfg.trainer.steps) or every and step % every == 0):
                 return {}
-            return {"eval/accuracy": accuracy(answer(policy, rewards, problems, cfg.trainer.eval_samples, cfg.seed,
-                                                     cfg.trainer.eval_prompts))}
+            with run.phase("evaluate"):
+                batch = answer(policy, rewards, problems, cfg.trainer.eval_samples, cfg.seed, cfg.trainer.eval_prompts)
+            return {"eval/accuracy": accuracy(batch)}
 
         if run.restore(policy=policy, prompts=prompts) == 0 and problems is not None:
             run.log(0, evaluate(0))
@@ -62,7 +65,7 @@ def main(cfg: GRPOConfig) -> None:
                 if reference is not None:
                     batch = reference.log_probs(batch)
             batch["advantages"] = algorithm.advantages(batch)
-            batch["correction_weights"] = algorithm.correction_weights(batch)
+            batch = algorithm.correct(batch)
             with run.phase("update"):
                 updates = [policy.update(mini_batch, algorithm.loss)
                            for mini_batch in algorithm.mini_batches(batch, seed=cfg.seed + step)]

@@ -115,10 +115,15 @@ class Algorithm:
         result = compute_advantages(self.cfg.advantage.name, padded_columns(batch), self.cfg.advantage.options)
         return unpadded(result.advantages.float(), like=batch["response_ids"])
 
-    def correction_weights(self, batch: TensorDict) -> Tensor:
-        """Weight times keep mask of every response token for the gap between rollout and training log-probs."""
-        correction = correct(self.corrections, padded_columns(batch))
-        return unpadded(correction.weights.float(), like=batch["response_ids"])
+    def correct(self, batch: TensorDict) -> TensorDict:
+        """The batch with `correction_weights` for the gap between rollout and training log-probs, if configured.
+
+        Without a configured correction there is no such column: some losses then bring their own.
+        """
+        if self.corrections:
+            correction = correct(self.corrections, padded_columns(batch))
+            batch["correction_weights"] = unpadded(correction.weights.float(), like=batch["response_ids"])
+        return batch
 
     def mini_batches(self, batch: TensorDict, seed: int = 0) -> Iterator[TensorDict]:
         """The batch cut into `mini_batches` parts, `epochs` times over, each with what its loss needs.

@@ -21,9 +21,9 @@ def batch_metrics(batch: TensorDict) -> dict[str, float]:
     Raises BatchError when a column is missing.
     """
     require(batch, "rewards", "group_ids", "finish_reason", "rollout_log_probs", "old_log_probs", "advantages",
-            "correction_weights", "weight_versions")
+            "weight_versions")
     columns = padded_columns(batch)
-    mask, weights = columns["mask"], columns["correction_weights"]
+    mask, weights = columns["mask"], columns.get("correction_weights")
     old, rollout = columns["old_log_probs"], columns["rollout_log_probs"]
     truncated = torch.tensor([reason == "length" for reason in batch["finish_reason"]], dtype=torch.bool)
     gap = torch.where(mask, (old - rollout).abs(), 0.0)
@@ -33,7 +33,8 @@ def batch_metrics(batch: TensorDict) -> dict[str, float]:
         "response": _without("response_", length_metrics(mask, truncated=truncated)),
         "group": _without("group_", group_metrics(columns["rewards"], columns["group_ids"])),
         "advantage": _without("advantage_", advantage_metrics(columns["advantages"], mask)),
-        "mismatch": mismatch_metrics(old, rollout, mask, Correction(weights, mask & (weights > 0))),
+        "mismatch": mismatch_metrics(
+            old, rollout, mask, None if weights is None else Correction(weights, mask & (weights > 0))),
         "version": {"min": min_of(versions, mask), "max": max_of(versions, mask)},
     }
     named["mismatch"]["max_gap"] = Max(gap.max()) if gap.numel() else Max(0.0)

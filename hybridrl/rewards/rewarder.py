@@ -21,7 +21,7 @@ class Rewarder:
     no finite number, runs longer than cfg.timeout_s or ends its process) has reward NaN and a reason, never 0.
 
     `metrics` describes the last batch: reward/failed and reward/timed_out in rows (the second is part of the first),
-    reward/seconds, and with several functions the mean score of each over the scored rows, reward/<function>.
+    time/reward_workers (seconds), and with several functions the mean score of each over the scored rows, reward/<function>.
 
     Raises ConfigError: an unknown function or option, an import that fails. No process starts before the first batch.
     """
@@ -60,7 +60,7 @@ class Rewarder:
             raise RewardError(f"none of {len(outcomes)} responses could be scored; the first: {failed[0].error}")
         self.metrics = {"reward/failed": len(failed), "reward/timed_out": sum(o.timed_out for o in failed)}
         scored = self._with_scores(batch, outcomes)
-        self.metrics["reward/seconds"] = time.monotonic() - start
+        self.metrics["time/reward_workers"] = time.monotonic() - start
         return scored
 
     def _with_scores(self, batch: TensorDict, outcomes: list[Outcome]) -> TensorDict:

@@ -143,7 +143,8 @@ class PolicyWorker(TrainerWorker):
         return self.version
 
     @over_rows(axis="rollout")
-    def generate(self, batch: TensorDict, temperature: float | None = None, max_tokens: int | None = None) -> TensorDict:
+    def generate(self, batch: TensorDict, temperature: float | None = None,
+                 max_tokens: int | None = None) -> TensorDict:
         """Sample one response a row.
 
         Args:

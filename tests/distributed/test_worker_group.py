@@ -2,10 +2,12 @@
 
 import json
 import os
+import shutil
 import signal
 import socket
 import subprocess
 import sys
+import tempfile
 import textwrap
 import time
 from pathlib import Path
@@ -34,13 +36,23 @@ def plain(batch) -> dict:
             for name in batch.keys()}
 
 
-def group_of(shared_pool, ranks: int, **kwargs) -> WorkerGroup:
-    return WorkerGroup(Tiny, shared_pool(ranks), role="tiny", **kwargs)
+@pytest.fixture
+def group_of(shared_pool):
+    """`group_of(ranks, ...)`: a group on the shared pool of that size, closed after the test."""
+    groups = []
+
+    def make(ranks: int, **kwargs) -> WorkerGroup:
+        groups.append(WorkerGroup(Tiny, shared_pool(ranks), role="tiny", **kwargs))
+        return groups[-1]
+
+    yield make
+    for group in groups:
+        group.close()
 
 
 @pytest.fixture
-def tiny(shared_pool) -> WorkerGroup:
-    return group_of(shared_pool, 4)
+def tiny(group_of) -> WorkerGroup:
+    return group_of(4)
 
 
 # the three splits
@@ -54,24 +66,24 @@ def test_any_number_of_rows_over_four_workers(tiny, count, ranks):
     assert plain(marked) == expected
 
 
-def test_to_all_answers_by_rank_and_to_first_runs_on_rank_0_alone(shared_pool):
-    group = group_of(shared_pool, 4, start=5)
+def test_to_all_answers_by_rank_and_to_first_runs_on_rank_0_alone(group_of):
+    group = group_of(4, start=5)
     assert group.add(2) == 7
     assert group.state() == [(0, None, 7), (1, None, 5), (2, None, 5), (3, None, 5)]
     group.step = 12
     assert group.state() == [(0, 12, 7), (1, 12, 5), (2, 12, 5), (3, 12, 5)]
 
 
-def test_peers_of_a_shard_get_the_same_rows_and_answer_once(shared_pool):
-    group = group_of(shared_pool, 4, shard_ranks=2)
+def test_peers_of_a_shard_get_the_same_rows_and_answer_once(group_of):
+    group = group_of(4, shard_ranks=2)
     assert plain(group.mark_shared(rows(3))) == plain(rows(3)) | {"rewards": [0.0, 0.0, 2.0]}
     held = group.mark_shared.future(rows(3))
     assert plain(group.mark(held))["rewards"] == [0.0, 1.0, 2.0]  # another axis of the same group
 
 
-def test_peers_that_do_not_divide_the_ranks_are_refused(shared_pool):
+def test_peers_that_do_not_divide_the_ranks_are_refused(group_of):
     with pytest.raises(ConfigError, match=r"peers\('rollout'\) must divide the 4 ranks of the pool, got 3"):
-        group_of(shared_pool, 4, shard_ranks=3)
+        group_of(4, shard_ranks=3)
 
 
 def test_join_first_takes_the_first_shards_value(tiny):
@@ -118,9 +130,16 @@ def test_an_unknown_method_names_the_near_ones(tiny):
 
 
 def test_groups_on_one_pool_share_processes(shared_pool, tiny):
-    other = WorkerGroup(Tiny, shared_pool(4), role="other")
+    with pytest.raises(ConfigError, match="this pool has a group of role 'tiny'"):
+        WorkerGroup(Tiny, shared_pool(4), role="tiny")
+    other = WorkerGroup(Tiny, shared_pool(4), role="other", start=9)
     assert other.process() == tiny.process()
     assert len(set(tiny.process())) == 4
+    assert (other.add(1), tiny.add(1)) == (10, 1)
+    other.close()
+    with pytest.raises(HybridRLError, match="the group 'other' was closed"):
+        other.state()
+    assert tiny.state()[0] == (0, None, 1)
 
 
 def test_workers_know_their_place(shared_pool, tiny):
@@ -147,9 +166,9 @@ def test_a_future_does_not_wait(tiny):
 
 @pytest.mark.parametrize(("first", "second"), [(2, 3), (3, 2), (1, 4), (4, 1)])
 @pytest.mark.parametrize("count", [7, 1, 0])
-def test_rows_move_between_groups_of_other_sizes(shared_pool, first, second, count):
-    held = group_of(shared_pool, first).scale_in_place.future(rows(count))
-    received = group_of(shared_pool, second).mark(held)
+def test_rows_move_between_groups_of_other_sizes(group_of, first, second, count):
+    held = group_of(first).scale_in_place.future(rows(count))
+    received = group_of(second).mark(held)
     shares = B.split_sizes(count, second)
     ranks = [float(rank) for rank, share in enumerate(shares) for _ in range(share)]
     assert plain(received) == {
@@ -157,43 +176,43 @@ def test_rows_move_between_groups_of_other_sizes(shared_pool, first, second, cou
         "answer": [{"row": i} for i in range(count)], "rewards": ranks, "total": [count] * count}
 
 
-def test_uneven_shares_are_evened_out_by_the_next_group(shared_pool):
+def test_uneven_shares_are_evened_out_by_the_next_group(group_of):
     # Group ids 0..8 over 3 ranks are 0 1 2 | 3 4 5 | 6 7 8: the even ones are 2, 1 and 2 rows.
-    held = group_of(shared_pool, 3).keep_even.future(rows(9))
-    received = plain(group_of(shared_pool, 2).mark(held))
+    held = group_of(3).keep_even.future(rows(9))
+    received = plain(group_of(2).mark(held))
     assert received["group_ids"] == [0, 2, 4, 6, 8]
     assert received["rewards"] == [0.0, 0.0, 0.0, 1.0, 1.0]
 
 
-def test_futures_chain_without_waiting(shared_pool):
-    two, three = group_of(shared_pool, 2), group_of(shared_pool, 3)
+def test_futures_chain_without_waiting(group_of):
+    two, three = group_of(2), group_of(3)
     held = three.scale_in_place.future(two.scale_in_place.future(rows(4)))
     assert plain(two.scale_in_place(held))["group_ids"] == [0, 1000, 2000, 3000]
 
 
-def test_lists_of_batches_and_futures_are_laid_end_to_end(shared_pool):
-    two, three = group_of(shared_pool, 2), group_of(shared_pool, 3)
+def test_lists_of_batches_and_futures_are_laid_end_to_end(group_of):
+    two, three = group_of(2), group_of(3)
     parts = [two.scale_in_place.future(rows(3)), rows(2), two.keep_even.future(rows(5))]
     assert plain(three.mark(parts))["group_ids"] == [0, 10, 20, 0, 1, 0, 2, 4]
 
 
-def test_a_batch_and_a_future_of_other_row_counts_are_refused(shared_pool):
-    two = group_of(shared_pool, 2)
+def test_a_batch_and_a_future_of_other_row_counts_are_refused(group_of):
+    two = group_of(2)
     with pytest.raises(WorkerError, match=r"BatchError: .*same number of rows, got \[4, 5\]"):
         two.mark(rows(5), two.scale_in_place.future(rows(4)))
     assert plain(two.mark(rows(1)))["group_ids"] == [0]
 
 
-def test_futures_of_values_become_the_values(shared_pool):
-    two, three = group_of(shared_pool, 2), group_of(shared_pool, 3)
+def test_futures_of_values_become_the_values(group_of):
+    two, three = group_of(2), group_of(3)
     assert three.add(two.add.future(4)) == 4
     assert three.mark(rows(1), None) is not None
     with pytest.raises(BatchError, match="tiny.state does not return rows"):
         three.mark(two.state.future())
 
 
-def test_a_failure_upstream_is_named_and_leaves_the_next_group_usable(shared_pool):
-    two, three = group_of(shared_pool, 2), group_of(shared_pool, 3)
+def test_a_failure_upstream_is_named_and_leaves_the_next_group_usable(group_of):
+    two, three = group_of(2), group_of(3)
     two.step = 3
     with pytest.raises(WorkerError, match="tiny rank 0 at step 3: BatchError: no such rows|tiny rank 1 at step 3"):
         three.mark(two.fail_on_rows.future(rows(4)))
@@ -202,8 +221,8 @@ def test_a_failure_upstream_is_named_and_leaves_the_next_group_usable(shared_poo
 
 # failures
 
-def test_a_refusal_by_all_ranks_leaves_the_pool_usable(shared_pool):
-    group = group_of(shared_pool, 2)
+def test_a_refusal_by_all_ranks_leaves_the_pool_usable(group_of):
+    group = group_of(2)
     group.step = 8
     with pytest.raises(WorkerError, match="^tiny rank [01] at step 8: BatchError: not these$") as caught:
         group.refuse("not these")
@@ -323,7 +342,7 @@ def test_no_cluster_at_the_address_is_an_error():
 
 
 @pytest.mark.slow
-def test_a_running_cluster_is_joined_by_address_and_left_running(ray_cluster, shared_pool):
+def test_a_running_cluster_is_joined_by_address_and_left_running(ray_cluster, group_of):
     code = f"""
         import torch
         from hybridrl.batch import make_batch
@@ -339,7 +358,7 @@ def test_a_running_cluster_is_joined_by_address_and_left_running(ray_cluster, sh
     assert first.split()[:2] == ["0", "0"]
     assert second == "[0.0, 0.0, 1.0]"
     assert not wait_until_gone([int(pid) for pid in first.split()[2:]])
-    assert group_of(shared_pool, 2).sleep(0) == [0, 1]
+    assert group_of(2).sleep(0) == [0, 1]
 
 
 def run_python(code: str) -> subprocess.CompletedProcess:
@@ -361,8 +380,7 @@ OWN_CLUSTER = """
         with Cluster(ClusterConfig(ranks=1), Path(sys.argv[1])) as cluster:
             group = WorkerGroup(Tiny, cluster.pool(), role="policy")
             children = [child.pid for child in psutil.Process().children(recursive=True)]
-            print(json.dumps({"pids": children, "worker": group.process()[0], "temp_dir": cluster._temp_dir}),
-                  flush=True)
+            print(json.dumps({"pids": children, "worker": group.process()[0]}), flush=True)
             group.sleep(300)
 """
 
@@ -372,12 +390,14 @@ OWN_CLUSTER = """
 def test_nothing_is_left_behind(tmp_path, number):
     script = tmp_path / "own_cluster.py"
     script.write_text(textwrap.dedent(OWN_CLUSTER))
+    temp_dir = tempfile.mkdtemp(prefix="t")  # Ray's sockets need a short path
     process = subprocess.Popen([sys.executable, str(script), str(tmp_path / "logs")], cwd=ROOT, text=True,
-                               env=os.environ | {"PYTHONPATH": str(ROOT)},
+                               env=os.environ | {"PYTHONPATH": str(ROOT), "TMPDIR": temp_dir},
                                stdout=subprocess.PIPE, stderr=subprocess.PIPE, start_new_session=True)
     try:
         started = json.loads(process.stdout.readline())
         assert started["worker"] in started["pids"]
+        assert list(Path(temp_dir).glob("hybridrl-*"))
         os.killpg(process.pid, number)  # what a terminal sends: to the whole group
         errors = process.communicate(timeout=60)[1]
     finally:
@@ -386,7 +406,8 @@ def test_nothing_is_left_behind(tmp_path, number):
     assert (tmp_path / "logs" / "pool0-rank0.log").exists()
     if number == signal.SIGINT:
         assert "KeyboardInterrupt" in errors
-        assert not Path(started["temp_dir"]).exists()
+        assert not list(Path(temp_dir).glob("hybridrl-*"))
+    shutil.rmtree(temp_dir)
 
 
 # the local backend

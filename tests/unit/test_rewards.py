@@ -243,7 +243,7 @@ def test_rewards_come_in_the_order_of_the_rows():
             scored = rewarder(batch)
             assert scored["rewards"].tolist() == [float(i % 3 > 0) for i in range(300)]
             assert rows_of(scored["reward_error"]) == [None] * 300
-            assert rewarder.metrics.keys() == {"reward/failed", "reward/timed_out", "reward/seconds"}
+            assert rewarder.metrics.keys() == {"reward/failed", "reward/timed_out", "time/reward_workers"}
             assert rewarder.metrics["reward/failed"] == rewarder.metrics["reward/timed_out"] == 0
     assert scored["rewards"].dtype == torch.float32
     assert set(batch.keys()) == {"response", "answer"}  # the batch that was given is left as it was

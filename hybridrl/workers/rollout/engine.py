@@ -107,10 +107,10 @@ class RolloutEngine(ABC):
         """Take the weights' memory back; they must be loaded before sampling."""
         self.awake = True
 
-    def wake_cache(self) -> None:
+    def wake_cache(self) -> None:  # noqa: B027
         """Take the key-value cache's memory back, once the weights are loaded."""
 
-    def close(self) -> None:
+    def close(self) -> None:  # noqa: B027
         """Free the engine."""
 
     # ---- the loop

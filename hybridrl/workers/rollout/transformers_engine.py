@@ -142,7 +142,8 @@ class TransformersEngine(RolloutEngine):
                 parameters[name].copy_(weight)
                 missing.discard(name)
         if missing:
-            raise SyncError(f"weight sync left {len(missing)} engine weights unwritten: {', '.join(sorted(missing)[:5])}.")
+            names = ", ".join(sorted(missing)[:5])
+            raise SyncError(f"weight sync left {len(missing)} engine weights unwritten: {names}.")
         # Running rows go on under the new weights: their cached keys and values must be computed anew.
         self._waiting = [row for cohort in self._cohorts for row in cohort.rows] + self._waiting
         self._cohorts = []

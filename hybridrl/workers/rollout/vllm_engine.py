@@ -65,6 +65,7 @@ class VLLMEngine(RolloutEngine):
             _unlink_shared_memory(shared_memory)
         self.engine = self.llm.llm_engine
         self.peers, self.leader = _peers(cfg.tensor_parallel)
+        self._early: list[Any] = []
 
     # ---- requests
 
@@ -79,10 +80,14 @@ class VLLMEngine(RolloutEngine):
         self.engine.add_request(request_id, {"prompt_token_ids": list(request.prompt_ids)}, params)
 
     def step(self) -> list[tuple[str, Completion]]:
-        return [(output.request_id, _completion(output.outputs[0])) for output in self.engine.step() if output.finished]
+        outputs, self._early = [*self._early, *self._finished_outputs()], []
+        return [(output.request_id, _completion(output.outputs[0])) for output in outputs]
+
+    def _finished_outputs(self) -> list[Any]:
+        return [output for output in self.engine.step() if output.finished]
 
     def busy(self) -> bool:
-        return self.engine.has_unfinished_requests()
+        return bool(self._early) or self.engine.has_unfinished_requests()
 
     def cancel(self, request_ids: Sequence[str]) -> None:
         self.engine.abort_request(list(request_ids))
@@ -102,13 +107,15 @@ class VLLMEngine(RolloutEngine):
         from vllm import SamplingParams
 
         params = SamplingParams(max_tokens=1, temperature=1.0, prompt_logprobs=0, detokenize=False)
-        # The prefix cache would skip the very tokens that are to be scored.
         self.engine.add_request("score", {"prompt_token_ids": list(token_ids)}, params)
-        outputs = []
-        while self.engine.has_unfinished_requests():
-            outputs += [o for o in self.engine.step() if o.finished]
-        return [position[token].logprob for position, token in
-                zip(outputs[0].prompt_logprobs[1:], token_ids[1:], strict=True)]
+        while True:
+            outputs = self._finished_outputs()
+            # Requests that are running go on, and may finish here: the next step hands them over.
+            self._early += [output for output in outputs if output.request_id != "score"]
+            for output in outputs:
+                if output.request_id == "score":
+                    return [position[token].logprob for position, token in
+                            zip(output.prompt_logprobs[1:], token_ids[1:], strict=True)]
 
     # ---- weights
 
