@@ -43,3 +43,14 @@ def shared_pool(ray_cluster: Any) -> Callable[[int], Any]:
         return pools[ranks]
 
     return get
+
+
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    """Tests marked `gpu` are skipped on a machine without CUDA."""
+    import torch
+
+    if torch.cuda.is_available():
+        return
+    for item in items:
+        if item.get_closest_marker("gpu"):
+            item.add_marker(pytest.mark.skip(reason="needs a CUDA device"))
