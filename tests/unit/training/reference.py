@@ -43,12 +43,12 @@ def random_batch(num_rows=7, seed=0, longest_prompt=8, longest_response=12, voca
 
 
 def policy_gradient(log_probs, columns, entropies):
-    """- sum of advantage * log-prob (- entropy / 10 where given), with metrics that see the padding."""
+    """- sum of advantage * log-prob (- entropy / 10 where given), with a metric per row and one per token."""
     loss = -(log_probs * columns["advantages"]).sum()
     if entropies is not None:
         loss = loss - entropies.sum() / 10
-    rows = columns["rewards"].double()
-    return loss, {"rewards": Mean(rows.sum(), len(rows)), "padding": Mean((columns["advantages"] == 0).sum(), 1)}
+    rows, tokens = columns["rewards"].double(), columns["advantages"].double()
+    return loss, {"rewards": Mean(rows.sum(), len(rows)), "advantages": Mean(tokens.sum(), (tokens != 0).sum())}
 
 
 def plain_update(model, optimizer, batch, temperature=1.0, max_grad_norm=1e9, entropies=False):

@@ -1,0 +1,123 @@
+"""The training engine on one CUDA device: bfloat16 compute on float32 masters, offload, checkpoints."""
+
+import pytest
+import torch
+import torch.distributed as dist
+
+from hybridrl.batch import rows_of
+from hybridrl.config import ModelConfig, TrainingConfig
+from hybridrl.errors import PhaseError
+from hybridrl.workers.training.engine import TrainingEngine
+from tests.models import KINDS, tiny_model
+from tests.unit.training.reference import plain_log_probs, plain_model, policy_gradient, random_batch
+
+pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")]
+
+
+@pytest.fixture(scope="module", autouse=True)
+def one_rank(tmp_path_factory):
+    torch.cuda.set_device(0)
+    store = tmp_path_factory.mktemp("group") / "store"
+    dist.init_process_group("cpu:gloo,cuda:nccl", init_method=f"file://{store}", rank=0, world_size=1,
+                            device_id=torch.device("cuda", 0))
+    yield
+    dist.destroy_process_group()
+
+
+@pytest.fixture(scope="module")
+def folders(tmp_path_factory):
+    return {kind: tiny_model(tmp_path_factory.mktemp(kind), kind, initializer_range=0.05) for kind in KINDS}
+
+
+def engine(path, trainable=True, **options):
+    options = {"learning_rate": 1e-2, "micro_batch_tokens": 40} | options
+    return TrainingEngine(ModelConfig(path=str(path)), TrainingConfig(**options), torch.device("cuda", 0), trainable)
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_log_probs_are_near_those_of_float64(folders, kind):
+    batch = random_batch()
+    got = engine(folders[kind]).log_probs(batch, 0.7, entropies=True)
+    log_probs, entropies = plain_log_probs(plain_model(folders[kind]), batch, 0.7)
+    for name, expected in (("log_probs", log_probs), ("entropies", entropies)):
+        assert got[name].device.type == "cpu"
+        for a, b in zip(rows_of(got[name]), expected, strict=True):
+            torch.testing.assert_close(a.double(), b.detach(), rtol=0, atol=0.05)
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_updates_move_float32_masters(folders, kind):
+    ours, batch = engine(folders[kind]), random_batch()
+    before = {name: weight.full_tensor().clone() for name, weight in ours.weights()}
+    metrics = [ours.update(batch, policy_gradient, 0.7) for _ in range(3)]
+    assert metrics[2]["loss"] < metrics[0]["loss"]
+    for name, weight in ours.weights():
+        assert weight.dtype == torch.float32
+        assert weight.device.type == "cuda"
+        assert not torch.equal(weight.full_tensor(), before[name]), name
+
+
+def test_the_old_log_probs_are_those_of_the_update(folders):
+    """A first step has ratio 1 exactly only if scoring and training compute the same function."""
+    ours, batch = engine(folders["llama"], learning_rate=0.0, micro_batch_tokens=1000), random_batch()
+    scored, seen = ours.log_probs(batch)["log_probs"].values(), []
+
+    def loss(log_probs, columns, entropies):
+        seen.append(log_probs.detach()[log_probs != 0].sum())
+        return policy_gradient(log_probs, columns, entropies)
+
+    ours.update(batch, loss)
+    assert seen[0].item() == pytest.approx(scored.sum().item(), abs=1e-3)
+
+
+@pytest.mark.parametrize("parameters", [True, False])
+def test_offload_frees_device_memory_and_changes_nothing(folders, parameters):
+    ours, twin, batch = engine(folders["llama"]), engine(folders["llama"]), random_batch()
+    for each in (ours, twin):
+        each.update(batch, policy_gradient)
+    held = ours.memory()["allocated"]
+    ours.offload(parameters)
+    freed = held - ours.memory()["allocated"]
+    assert freed >= (12 if parameters else 8) * ours.num_parameters
+    assert {weight.device.type for _, weight in ours.weights()} == {"cpu" if parameters else "cuda"}
+    with pytest.raises(PhaseError, match="onload"):
+        ours.update(batch, policy_gradient)
+    ours.onload()
+    for _ in range(2):
+        assert ours.update(batch, policy_gradient) == pytest.approx(twin.update(batch, policy_gradient), rel=1e-3)
+
+
+def test_offload_never_keeps_all(folders):
+    ours, batch = engine(folders["llama"], offload="never"), random_batch()
+    ours.update(batch, policy_gradient)
+    held = ours.memory()
+    ours.offload()
+    assert ours.memory() == held
+    ours.log_probs(batch)
+
+
+def test_a_checkpoint_from_offloaded_state_resumes(folders, tmp_path):
+    ours, batch = engine(folders["qwen3_moe"]), random_batch()
+    ours.update(batch, policy_gradient)
+    ours.offload()
+    ours.onload()
+    ours.save(tmp_path / "step")
+    resumed = engine(folders["qwen3_moe"])
+    resumed.load(tmp_path / "step")
+    for (name, a), (_, b) in zip(resumed.weights(), ours.weights(), strict=True):
+        assert torch.equal(a.full_tensor(), b.full_tensor()), name
+    assert resumed.update(batch, policy_gradient) == pytest.approx(ours.update(batch, policy_gradient), rel=1e-3)
+
+
+def test_a_reference_is_kept_in_bfloat16(folders):
+    frozen, batch = engine(folders["llama"], trainable=False), random_batch()
+    assert frozen.memory()["parameters"] == 2 * frozen.num_parameters
+    scored = engine(folders["llama"]).log_probs(batch)["log_probs"].values()
+    torch.testing.assert_close(frozen.log_probs(batch)["log_probs"].values(), scored, rtol=0, atol=1e-2)
+
+
+def test_recomputed_layers(folders):
+    plain, recomputed = (engine(folders["llama"], gradient_checkpointing=on) for on in (False, True))
+    for seed in range(2):
+        a, b = (each.update(random_batch(seed=seed), policy_gradient) for each in (plain, recomputed))
+        assert a == pytest.approx(b, rel=1e-3)
