@@ -8,6 +8,7 @@ Rows are selected, repeated, joined and padded with the functions below; they ac
 included. They never reorder rows.
 """
 
+import logging
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -17,6 +18,10 @@ from tensordict import NonTensorData, NonTensorStack, TensorDict
 from torch import Tensor
 
 from hybridrl.errors import BatchError, unknown
+
+
+# tensordict asks torch.fx a question that torch answers with a deprecation note, once a process.
+logging.getLogger("torch.fx._symbolic_trace").setLevel(logging.ERROR)
 
 
 @dataclass(frozen=True, slots=True)

@@ -14,6 +14,7 @@ from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 from torch.distributed.tensor import distribute_tensor
 from torch.utils.checkpoint import checkpoint
 from transformers import AutoConfig, AutoModelForCausalLM, GenerationConfig, PretrainedConfig, PreTrainedModel
+from transformers.utils.logging import disable_progress_bar
 
 from hybridrl.config import ModelConfig
 from hybridrl.errors import ModelError
@@ -21,6 +22,9 @@ from hybridrl.models import resolve_model
 from hybridrl.workers.training.attention import ATTENTION, Group
 from hybridrl.workers.training.first_rank import on_first_rank
 from hybridrl.workers.training.log_probs import token_log_probs
+
+# Bars of loading and saving would run across the terminal's own progress line.
+disable_progress_bar()
 
 LAYER_TYPES = {"full_attention", "sliding_attention"}
 """Kinds of layer that packing keeps apart; a recurrent layer would carry state from one sequence to the next."""
