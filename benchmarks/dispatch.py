@@ -4,6 +4,7 @@
 
 Bare and ours take turns in one run. `ratio` is bare / ours. `controller_bytes` are what this process serialises and
 deserialises while a batch goes from group to group by future, for a batch and for one four times as large.
+`object_column_ms` is what one column of Python objects, for instance the rows' answers, adds to `batch_ms`.
 """
 
 import json
@@ -17,7 +18,7 @@ import ray
 import torch
 from tensordict import TensorDict
 
-from hybridrl.batch import make_batch
+from hybridrl.batch import make_batch, num_rows, put
 from hybridrl.config import ClusterConfig
 from hybridrl.controller import Cluster, WorkerGroup
 from hybridrl.dispatch import over_rows, to_all
@@ -40,9 +41,9 @@ class Echo(Worker):
 
 
 def rollout_batch(num_bytes: int) -> TensorDict:
-    """A batch as a rollout leaves it: prompts of 64 to 256 tokens, responses of 512 to 1,536, about `num_bytes` in all."""
+    """A batch as a rollout leaves it, about `num_bytes`: prompts of 64 to 256 tokens, responses of 512 to 1,536."""
     generator = torch.Generator().manual_seed(0)
-    rows = num_bytes // (160 * 8 + 1024 * (8 + 1 + 4 + 4 + 8) + 12)
+    rows = num_bytes // (160 * 8 + 1024 * (8 + 1 + 4 + 8) + 8)
     prompts = [torch.arange(int(n)) for n in torch.randint(64, 257, (rows,), generator=generator)]
     sizes = torch.randint(512, 1537, (rows,), generator=generator).tolist()
     return make_batch(
@@ -50,11 +51,8 @@ def rollout_batch(num_bytes: int) -> TensorDict:
         response_ids=[torch.arange(n) for n in sizes],
         response_mask=[torch.ones(n, dtype=torch.bool) for n in sizes],
         rollout_log_probs=[torch.randn(n, generator=generator) for n in sizes],
-        old_log_probs=[torch.randn(n, generator=generator) for n in sizes],
         weight_versions=[torch.zeros(n, dtype=torch.int64) for n in sizes],
         group_ids=torch.arange(rows),
-        rewards=torch.zeros(rows),
-        finish_reason=["stop"] * rows,
     )
 
 
@@ -130,13 +128,17 @@ def main() -> None:
         ray_batch_ms, batch_ms = medians_ms(
             lambda: np.concatenate(ray.get([a.ping.remote(h) for a, h in zip(actors, halves, strict=True)])),
             lambda: first.echo(batch), BATCHES)
+        with_objects = batch.copy()
+        put(with_objects, "answer", [str(row) for row in range(num_rows(batch))])
+        plain_ms, objects_ms = medians_ms(lambda: first.echo(batch), lambda: first.echo(with_objects), BATCHES)
         small, large = rollout_batch(2_500_000), rollout_batch(10_000_000)
         through_small, through_large = (hand_over_bytes(first, second, b) for b in (small, large))
     print(json.dumps({
         "call_ms": round(call_ms, 3), "ray_call_ms": round(ray_call_ms, 3),
         "call_ratio": round(ray_call_ms / call_ms, 3),
         "batch_bytes": size_bytes(batch), "batch_ms": round(batch_ms, 2), "ray_batch_ms": round(ray_batch_ms, 2),
-        "batch_ratio": round(ray_batch_ms / batch_ms, 3),
+        "batch_ratio": round(ray_batch_ms / batch_ms, 3), "batch_rows": num_rows(batch),
+        "object_column_ms": round(objects_ms - plain_ms, 2),
         "small_batch_bytes": size_bytes(small), "small_controller_bytes": through_small,
         "controller_bytes": through_large,
     }))

@@ -19,7 +19,6 @@ from torch import Tensor
 
 from hybridrl.errors import BatchError, unknown
 
-
 # tensordict asks torch.fx a question that torch answers with a deprecation note, once a process.
 logging.getLogger("torch.fx._symbolic_trace").setLevel(logging.ERROR)
 

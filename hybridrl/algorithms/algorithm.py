@@ -9,6 +9,7 @@ mathematics calls those instead and writes the columns itself.
         metrics = policy.update(mini_batch, algorithm.loss)
 """
 
+import dataclasses
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any
@@ -99,8 +100,8 @@ class Algorithm:
             loss_options=cfg.loss.options, aggregation=cfg.aggregation, corrections=self.corrections,
             kl_estimator=cfg.kl.estimator, num_responses=cfg.responses_per_prompt)
         entry = AGGREGATIONS[cfg.aggregation]
-        takes_limit = entry.options.__dataclass_fields__.keys() & {"max_response_length"}
-        self.aggregation_options = dict.fromkeys(takes_limit, max_response_tokens)
+        takes = {field.name for field in dataclasses.fields(entry.options)}
+        self.aggregation_options = dict.fromkeys(takes & {"max_response_length"}, max_response_tokens)
         self.loss: Callable[..., tuple[Tensor, dict[str, Partial]]] = Loss(
             POLICY_LOSSES[cfg.loss.name], cfg.loss.options,
             KL_ESTIMATORS[cfg.kl.estimator] if cfg.kl.coefficient else None, cfg.kl.coefficient)

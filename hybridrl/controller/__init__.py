@@ -1,7 +1,7 @@
 """The controller's side: clusters, pools of devices, worker groups."""
 
-from hybridrl.controller.call import Future
+from hybridrl.controller.call import DevicePool, Future
 from hybridrl.controller.cluster import Cluster
 from hybridrl.controller.worker_group import WorkerGroup
 
-__all__ = ["Cluster", "Future", "WorkerGroup"]
+__all__ = ["Cluster", "DevicePool", "Future", "WorkerGroup"]

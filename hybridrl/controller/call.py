@@ -2,7 +2,7 @@
 
 from abc import ABC, abstractmethod
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Protocol
 
 from tensordict import TensorDict
 
@@ -11,6 +11,7 @@ from hybridrl.batch import num_rows
 from hybridrl.controller.host import Failure
 from hybridrl.dispatch import Dispatch
 from hybridrl.errors import BatchError, HybridRLError, WorkerError
+from hybridrl.workers.base import Worker
 
 
 @dataclass(slots=True)
@@ -44,6 +45,27 @@ class Future(ABC):
     @abstractmethod
     def done(self) -> bool:
         """Whether `result` would return or raise at once."""
+
+
+class DevicePool(Protocol):
+    """Reserved devices with a host process on each; what the two backends have in common."""
+
+    ranks: int
+    call_timeout_s: float
+    roles: set[str]
+    """Roles of the groups that live here."""
+
+    def build(self, role: str, worker_cls: type[Worker], args: tuple, kwargs: dict, axes: list[str]) -> dict[str, int]:
+        """Build the worker of a role on every rank; returns its `peers` of each axis."""
+
+    def submit(self, call: Call) -> Future:
+        """Start a call."""
+
+    def drop(self, role: str) -> None:
+        """Close the workers of a role."""
+
+    def close(self) -> None:
+        """Close all workers and end the processes."""
 
 
 def is_rows(value: Any) -> bool:

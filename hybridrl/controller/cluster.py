@@ -7,6 +7,7 @@ import socket
 import sys
 import tempfile
 import traceback
+from contextlib import ExitStack
 from pathlib import Path
 from types import TracebackType
 from typing import Any
@@ -14,6 +15,7 @@ from typing import Any
 import torch
 
 from hybridrl.config import ClusterConfig
+from hybridrl.controller.call import DevicePool
 from hybridrl.controller.local import LocalPool
 from hybridrl.errors import ConfigError
 
@@ -42,23 +44,25 @@ class Cluster:
     def __init__(self, cfg: ClusterConfig, log_dir: Path | None = None):
         cfg.validate()
         self.cfg, self.log_dir = cfg, log_dir.absolute() if log_dir else None
-        self._pools: list[Any] = []
-        self._temp_dir: str | None = None
-        self._started = self._open = False
+        self._pools = 0
+        self._closing = ExitStack()
+        atexit.register(self.close)
         if cfg.backend == "local":
             os.environ.update(WORKER_ENV)
-        else:
+            return
+        try:
             self._connect()
-        self._open = True
-        atexit.register(self.close)
+        except BaseException:
+            self.close()
+            raise
 
-    def pool(self, ranks: int | None = None) -> Any:
+    def pool(self, ranks: int | None = None) -> DevicePool:
         """Reserve `ranks` devices (default `cluster.ranks`) and start a host process on each, without waiting."""
         ranks = self.cfg.ranks if ranks is None else ranks
         if self.cfg.backend == "local":
             if ranks != 1:
                 raise ConfigError(f"cluster.backend=local runs 1 rank, got {ranks}.")
-            pool: Any = LocalPool(self.cfg)
+            pool: DevicePool = LocalPool(self.cfg)
         else:
             import ray
 
@@ -67,24 +71,15 @@ class Cluster:
             resources = ray.cluster_resources()
             gpus, cores = int(resources.get("GPU", 0)), int(resources.get("CPU", 0))
             check_ranks(ranks, gpus, cores)
-            pool = RayPool(self.cfg, ranks, gpus > 0, self.log_dir, f"pool{len(self._pools)}")
-        self._pools.append(pool)
+            pool = RayPool(self.cfg, ranks, gpus > 0, self.log_dir, f"pool{self._pools}")
+        self._pools += 1
+        self._closing.callback(pool.close)
         return pool
 
     def close(self) -> None:
         """End the pools, and Ray when this cluster started it."""
-        if not self._open:
-            return
-        self._open = False
         atexit.unregister(self.close)
-        for pool in reversed(self._pools):
-            pool.close()
-        if self._started:
-            import ray
-
-            ray.shutdown()
-        if self._temp_dir:
-            shutil.rmtree(self._temp_dir, ignore_errors=True)
+        self._closing.close()
 
     def __enter__(self) -> "Cluster":
         return self
@@ -104,11 +99,11 @@ class Cluster:
         from hybridrl.controller.ray_pool import register_batches
 
         if not ray.is_initialized():
-            self._started = True
             if self.cfg.address:
                 self._join(ray)
             else:
-                self._temp_dir = start_ray(cpu_cores())
+                self._closing.callback(shutil.rmtree, start_ray(cpu_cores()), ignore_errors=True)
+            self._closing.callback(ray.shutdown)
         register_batches()
 
     def _join(self, ray: Any) -> None:
@@ -166,6 +161,10 @@ def start_ray(num_cpus: int) -> str:
     try:
         ray.init(address="local", num_cpus=num_cpus, include_dashboard=False, log_to_driver=False,
                  logging_level="ERROR", object_store_memory=min(1 << 30, memory // 10), _temp_dir=temp_dir)
+    except BaseException:
+        ray.shutdown()
+        shutil.rmtree(temp_dir, ignore_errors=True)
+        raise
     finally:
         for name, value in before.items():
             if value is None:

@@ -67,9 +67,9 @@ class Values:
 
 
 class Host:
-    """Workers of one rank."""
+    """Workers of one rank. `local_size` ranks share this machine's cores."""
 
-    def __init__(self, context: WorkerContext, threads: int, timeout_s: float, log_file: Path | None = None):
+    def __init__(self, context: WorkerContext, local_size: int, timeout_s: float, log_file: Path | None = None):
         if log_file is not None:
             _send_output_to(log_file)
         self.context, self.timeout_s = context, timeout_s
@@ -80,6 +80,7 @@ class Host:
         # Ray shows a process its own GPU alone, as device 0; libraries that read LOCAL_RANK take it for an index.
         os.environ["LOCAL_RANK"] = "0" if context.device.type == "cuda" else str(context.local_rank)
         if context.device.type == "cpu":
+            threads = max(1, len(os.sched_getaffinity(0)) // local_size)
             os.environ["OMP_NUM_THREADS"] = str(threads)
             torch.set_num_threads(threads)
         else:
@@ -130,6 +131,11 @@ class Host:
             return _reply(value, reply)
         except (Exception, SystemExit) as error:
             raise self._failed(role, step, error) from error
+
+    def drop(self, role: str) -> None:
+        """Close the worker of a role, if there is one."""
+        if role in self.workers:
+            self.workers.pop(role).close()
 
     def close(self) -> None:
         """Close the workers, newest first, and leave the process group."""

@@ -34,9 +34,10 @@ class LocalPool:
 
     def __init__(self, cfg: ClusterConfig):
         self.ranks, self.call_timeout_s = 1, cfg.call_timeout_s
+        self.roles: set[str] = set()
         self.failure: HybridRLError | None = None
         device = torch.device("cuda", 0) if torch.cuda.is_available() else torch.device("cpu")
-        self._host = Host(WorkerContext(0, 1, device, ""), torch.get_num_threads(), cfg.call_timeout_s)
+        self._host = Host(WorkerContext(0, 1, device, ""), 1, cfg.call_timeout_s)
         self._host.join(self._host.listen("127.0.0.1"), cfg.start_timeout_s)
 
     def build(self, role: str, worker_cls: type[Worker], args: tuple, kwargs: dict, axes: list[str]) -> dict[str, int]:
@@ -56,6 +57,10 @@ class LocalPool:
         except Failure as failure:
             return LocalFuture(None, self._record(failure))
         return LocalFuture([value] if call.dispatch.split == "all" else value, None)
+
+    def drop(self, role: str) -> None:
+        """Close the worker of a role."""
+        self._host.drop(role)
 
     def close(self) -> None:
         """Close the workers."""

@@ -29,11 +29,11 @@ _CPUS_PER_RANK = 0.01
 class RayHost(Host):
     """A host in an actor: Ray decides its GPU, batches inside other objects travel packed."""
 
-    def __init__(self, rank: int, world_size: int, local_rank: int, threads: int, timeout_s: float,
+    def __init__(self, rank: int, world_size: int, local_rank: int, local_size: int, timeout_s: float,
                  log_file: Path | None):
         register_batches()
         device = torch.device("cuda", 0) if ray.get_gpu_ids() else torch.device("cpu")
-        super().__init__(WorkerContext(rank, world_size, device, "", local_rank), threads, timeout_s, log_file)
+        super().__init__(WorkerContext(rank, world_size, device, "", local_rank), local_size, timeout_s, log_file)
 
     def run(self, arguments: tuple[tuple, dict, str] = ((), {}, "value")) -> Any:
         """Run the method that the task's name says, see `task_name`."""
@@ -119,6 +119,7 @@ class RayPool:
 
     def __init__(self, cfg: ClusterConfig, ranks: int, gpus: bool, log_dir: Path | None, name: str):
         self.ranks, self.call_timeout_s = ranks, cfg.call_timeout_s
+        self.roles: set[str] = set()
         self.failure: HybridRLError | None = None
         self._start_timeout_s, self._gpus = cfg.start_timeout_s, gpus
         bundle = {"CPU": _CPUS_PER_RANK} | ({"GPU": 1.0} if gpus else {})
@@ -138,25 +139,30 @@ class RayPool:
         nodes = placement_group_table(self._reserved)["bundles_to_node_id"]
         bundles = sorted(range(self.ranks), key=lambda index: (nodes[index], index))
         on_node = [nodes[index] for index in bundles]
-        cores = {node["NodeID"]: int(node["Resources"].get("CPU", 1)) for node in ray.nodes()}
         host_cls = ray.remote(num_cpus=0, num_gpus=1 if self._gpus else 0, max_restarts=0)(RayHost)
         actors = []
         for rank, (index, node) in enumerate(zip(bundles, on_node, strict=True)):
             place = PlacementGroupSchedulingStrategy(self._reserved, placement_group_bundle_index=index)
-            threads = max(1, cores.get(node, 1) // on_node.count(node))
             actors.append(host_cls.options(scheduling_strategy=place).remote(
-                rank, self.ranks, rank - on_node.index(node), threads, self.call_timeout_s, self._logs[rank]))
+                rank, self.ranks, rank - on_node.index(node), on_node.count(node), self.call_timeout_s, self._logs[rank]))
         return actors
 
     def build(self, role: str, worker_cls: type[Worker], args: tuple, kwargs: dict, axes: list[str]) -> dict[str, int]:
         """Build the worker of a role in every process; returns its `peers` of each axis."""
         self.check()
-        everywhere = Dispatch("all")
-        start = Call(role, "start of the process", everywhere, 1, None, (), {}, self._start_timeout_s)
         refs = [actor.build.remote(role, worker_cls, args, kwargs, axes) for actor in self.actors]
-        RayFuture(self, start, list(range(self.ranks)), self._joined, []).result()
-        call = Call(role, "construction", everywhere, 1, None, (), {}, self.call_timeout_s)
-        return RayFuture(self, call, list(range(self.ranks)), refs, []).result()[0]
+        self._everywhere(role, "start of its process", self._joined, self._start_timeout_s)
+        return self._everywhere(role, "construction", refs, self.call_timeout_s)[0]
+
+    def drop(self, role: str) -> None:
+        """Close the workers of a role."""
+        if self.failure is None:
+            self._everywhere(role, "close", [actor.drop.remote(role) for actor in self.actors], self.call_timeout_s)
+
+    def _everywhere(self, role: str, what: str, refs: list[Any], timeout_s: float) -> list[Any]:
+        """Results of all ranks of something that is no worker method."""
+        call = Call(role, what, Dispatch("all"), 1, None, (), {}, timeout_s)
+        return RayFuture(self, call, list(range(self.ranks)), refs, []).result()
 
     def submit(self, call: Call) -> RayFuture:
         """Start a call on the ranks that it names."""
@@ -193,11 +199,10 @@ class RayPool:
                 rank = waiting.pop(ref)
                 try:
                     ray.get(ref)
-                except RayError as error:
-                    failures.append(self._failure(error, rank, future.call))
-        # A process that died breaks its peers' connections; a rank that raised does not.
-        first = min(failures, key=lambda failure: failure.when)
-        error = worker_error(first)
+                except RayError as failed:
+                    failures.append(self._failure(failed, rank, future.call))
+        # A process that died (its time counts as 0) breaks its peers' connections; a rank that raised does not.
+        error = worker_error(min(failures, key=lambda failure: failure.when))
         if not waiting and len(failures) == len(future.ranks) and all(failure.harmless for failure in failures):
             return error
         return self.stop(error)

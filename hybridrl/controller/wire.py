@@ -103,7 +103,8 @@ def _unpack_column(pieces: list[Column]) -> Any:
     values = values if values.dtype == first.dtype else values.view(first.dtype)
     if first.offsets is None:
         return values
-    return from_lengths(values, torch.from_numpy(np.concatenate([np.diff(column.offsets) for column in pieces])))
+    sizes = [np.diff(column.offsets) for column in pieces if column.offsets is not None]
+    return from_lengths(values, torch.from_numpy(np.concatenate(sizes)))
 
 
 def unpack_one(wire: Wire) -> TensorDict:

@@ -8,9 +8,9 @@
 
 from typing import Any
 
-from hybridrl.controller.call import Call, Future
+from hybridrl.controller.call import Call, DevicePool, Future
 from hybridrl.dispatch import Dispatch, dispatched
-from hybridrl.errors import ConfigError, unknown
+from hybridrl.errors import ConfigError, HybridRLError, unknown
 from hybridrl.workers.base import Worker
 
 
@@ -33,6 +33,8 @@ class GroupMethod:
 
     def _submit(self, args: tuple, kwargs: dict[str, Any], keep: bool) -> Future:
         group = self._group
+        if group.closed:
+            raise HybridRLError(f"the group {group.role!r} was closed.")
         peers = group.peers[self._dispatch.axis] if self._dispatch.axis else 1
         return group.pool.submit(
             Call(group.role, self._name, self._dispatch, peers, group.step, args, kwargs, self._timeout_s, keep))
@@ -46,21 +48,33 @@ class WorkerGroup:
         pool: from `Cluster.pool`. Groups on one pool share its processes, devices and process group.
         role: name of the group on its pool; errors name it.
     Raises:
+        ConfigError: the pool has a group of that role.
         WorkerError: a worker could not be built; `__cause__` is the original when hybridrl raised it.
     """
 
     step: int | None = None
     """Step of the run that calls belong to: workers see it, errors name it."""
 
-    def __init__(self, worker_cls: type[Worker], pool: Any, *args: Any, role: str = "policy", **kwargs: Any):
-        self.pool, self.role = pool, role
+    def __init__(self, worker_cls: type[Worker], pool: DevicePool, *args: Any, role: str = "policy", **kwargs: Any):
+        if role in pool.roles:
+            raise ConfigError(f"this pool has a group of role {role!r}; close it first, or choose another role.")
+        self.pool, self.role, self.closed = pool, role, False
         self._tags = dispatched(worker_cls)
         axes = sorted({tag.axis for tag in self._tags.values() if tag.axis})
         self.peers: dict[str, int] = pool.build(role, worker_cls, args, kwargs, axes)
         for axis, peers in self.peers.items():
             if peers < 1 or pool.ranks % peers:
+                pool.drop(role)
                 raise ConfigError(f"{worker_cls.__name__}.peers({axis!r}) must divide the {pool.ranks} ranks of the "
                                   f"pool, got {peers}.")
+        pool.roles.add(role)
+
+    def close(self) -> None:
+        """Close the workers and give the role back; the pool goes on."""
+        if not self.closed:
+            self.closed = True
+            self.pool.roles.discard(self.role)
+            self.pool.drop(self.role)
 
     def method(self, name: str) -> GroupMethod:
         """A method of the workers by name. Raises AttributeError when it does not exist or has no tag."""

@@ -64,9 +64,9 @@ class PolicyWorker(TrainerWorker):
         self.rollout = self._build_rollout(seed)
         self.phase = Phase.TRAIN
         self.version = 0
-        """Weight syncs so far; the rollout engine samples under this version."""
+        """How many different weights were synced so far; the rollout engine samples under this version."""
         self.changed = True
-        """Whether training holds other weights than the last sync sent."""
+        """Whether training holds other weights than this version."""
         self.metrics: dict[str, float] = {}
         self.rollout.sleep()
 
@@ -106,7 +106,7 @@ class PolicyWorker(TrainerWorker):
 
         Training's half of the comparison comes first: its parameters make room for the KV cache before the other.
         """
-        self.version += 1
+        self.version += self.changed
         self.metrics |= sync_weights(self.training, self.rollout, self.cfg.sync, self.dtype, self.version)
         ids = fingerprint_ids(self.cfg.sync.fingerprint_tokens, len(self.tokenizer))
         trained = training_log_probs(self.training, ids) if len(ids) > 1 else None
@@ -190,10 +190,20 @@ class PolicyWorker(TrainerWorker):
         return super().update(batch, loss)
 
     @to_all
+    def save(self, folder: str) -> None:
+        """As of TrainerWorker, and the weights' version."""
+        self.enter_training()
+        self.training.save(Path(folder), {"version": self.version, "changed": self.changed})
+
+    @to_all
     def load(self, folder: str) -> None:
-        """As of TrainerWorker; the rollout engine's weights are old from here on."""
-        self.changed = True
-        super().load(folder)
+        """As of TrainerWorker; sampled tokens go on carrying the versions of the run that was saved.
+
+        The training phase is entered, so that the rollout engine gets these weights before it samples.
+        """
+        self.enter_training()
+        numbers = self.training.load(Path(folder))
+        self.version, self.changed = numbers["version"], bool(numbers["changed"])
 
     def close(self) -> None:
         self.rollout.close()

@@ -64,6 +64,7 @@ class ProbeWorker(PolicyWorker):
                 with torch.no_grad():
                     for _, weight in self.training.weights():
                         weight.to_local().mul_(1.1)
+                self.changed = True
                 self._sync()
             return step()
 

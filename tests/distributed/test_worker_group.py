@@ -145,6 +145,7 @@ def test_groups_on_one_pool_share_processes(shared_pool, tiny):
 def test_workers_know_their_place(shared_pool, tiny):
     assert tiny.environment("RANK") == ["0", "1", "2", "3"]
     assert tiny.environment("WORLD_SIZE") == ["4"] * 4
+    assert tiny.environment("OMP_NUM_THREADS") == [str(max(1, len(os.sched_getaffinity(0)) // 4))] * 4
     assert tiny.environment("VLLM_ENABLE_V1_MULTIPROCESSING") == ["0"] * 4
     assert tiny.environment("HF_HUB_OFFLINE") == ["1"] * 4
     assert len(set(tiny.environment("MASTER_PORT"))) == 1
@@ -244,7 +245,7 @@ def test_a_failure_of_one_rank_ends_its_peers_wait_and_stops_the_pool(ray_cluste
     with pytest.raises(WorkerError, match="^policy rank 1 at step 5: KeyError: 'missing key'$") as caught:
         group.fail(1)
     assert caught.value.rank == 1 and "in fail" in caught.value.remote_traceback
-    for call in (group.state, lambda: WorkerGroup(Tiny, group.pool)):
+    for call in (group.state, lambda: WorkerGroup(Tiny, group.pool, role="other")):
         with pytest.raises(WorkerError, match=r"stopped by an earlier failure \(KeyError: 'missing key'\)"):
             call()
 

@@ -8,12 +8,15 @@
 and generation that goes on while weights change all run through it.
 """
 
+import itertools
 import queue
 import time
 from abc import ABC, abstractmethod
 from collections.abc import Iterable, Sequence
 from concurrent.futures import Future, InvalidStateError
+from contextlib import suppress
 from dataclasses import dataclass
+from typing import Any
 
 from torch import Tensor
 
@@ -47,12 +50,21 @@ class Completion:
     finish_reason: str
 
 
+@dataclass(frozen=True, slots=True)
+class Orders:
+    """What the first tensor-parallel peer decides before a step, for all peers; `late` says that time has run out."""
+
+    arrived: list[tuple[str, Request]]
+    cancelled: list[str]
+    done: bool
+    late: str
+
+
 class RolloutEngine(ABC):
     """Base of the engines: the inbox, the loop and the version; subclasses compute.
 
     Args:
         stop_ids: token ids that end a response.
-        peers: ranks of the tensor-parallel group this engine spans; the first one decides what is submitted.
     """
 
     checkpoint_names = True
@@ -65,9 +77,11 @@ class RolloutEngine(ABC):
         self.first_token_at: float | None = None
         """When the first token of all was sampled, in seconds since 1970."""
         self._stepped = False
+        self._ids = itertools.count()
         self._inbox: queue.SimpleQueue[tuple[str, Request]] = queue.SimpleQueue()
+        self._cancelled: queue.SimpleQueue[str] = queue.SimpleQueue()
         self._futures: dict[str, Future[Completion]] = {}
-        self._submitted = 0
+        self._running: set[str] = set()
 
     # ---- what subclasses provide
 
@@ -95,9 +109,9 @@ class RolloutEngine(ABC):
     def score(self, token_ids: Sequence[int]) -> list[float]:
         """Log-probs of token_ids[1:] given what precedes each, at temperature 1."""
 
-    def share(self, message: tuple[list[tuple[str, Request]], bool]) -> tuple[list[tuple[str, Request]], bool]:
-        """Give every tensor-parallel peer the first peer's message. Without peers: the message itself."""
-        return message
+    def share(self, orders: Orders) -> Orders:
+        """Give every tensor-parallel peer the first peer's orders. Without peers: the orders themselves."""
+        return orders
 
     def sleep(self) -> None:
         """Give the engine's memory to training as far as the device allows."""
@@ -117,68 +131,84 @@ class RolloutEngine(ABC):
 
     def submit(self, request: Request) -> Future[Completion]:
         """Queue a request; callable from any thread, at any time. Cancelling the future cancels the request."""
-        request_id = str(self._submitted)
-        self._submitted += 1
+        request_id = str(next(self._ids))
         future: Future[Completion] = Future()
         self._futures[request_id] = future
+        future.add_done_callback(lambda f: self._cancelled.put(request_id) if f.cancelled() else None)
         self._inbox.put((request_id, request))
         return future
 
     def drive(self, futures: Sequence[Future[Completion]], deadline_s: float = 3600.0) -> None:
         """Run the loop until all of `futures` are done.
 
-        Every tensor-parallel peer calls this; what the first peer submits is what all of them run.
+        Every tensor-parallel peer calls this; what the first peer submits is what all of them run. An error ends
+        every request, those of other threads too: it is what their futures raise.
         Raises PhaseError without loaded weights or while asleep, DeadlineError when the time runs out.
         """
+        self._check_ready()
+        began = time.monotonic()
+        try:
+            while not (orders := self.share(self._orders(futures, began, deadline_s))).done:
+                self._follow(orders)
+                if orders.late:
+                    raise DeadlineError(orders.late)
+                if not self.busy():
+                    time.sleep(0.001)  # an environment thread is about to submit
+                    continue
+                finished = self.step()
+                if not self._stepped:
+                    self._stepped, self.first_token_at = True, time.time()
+                for request_id, completion in finished:
+                    self._finish(request_id, completion)
+            self._follow(orders)
+        except BaseException as error:
+            self._abandon(error)
+            raise
+
+    def _check_ready(self) -> None:
         if not self.awake or self.version is None:
             state = "asleep" if not self.awake else "without loaded weights"
             raise PhaseError(f"the rollout engine is {state}: sync weights before sampling.")
-        ends = time.monotonic() + deadline_s
-        try:
-            while True:
-                arrived, done = self.share((self._arrived(), all(f.done() for f in futures)))
-                for request_id, request in arrived:
-                    self.add(request_id, request)
-                if done:
-                    return
-                if self.busy():
-                    finished = self.step()
-                    if not self._stepped:
-                        self._stepped, self.first_token_at = True, time.time()
-                    for request_id, completion in finished:
-                        self._finish(request_id, completion)
-                else:
-                    time.sleep(0.001)  # an environment thread is about to submit
-                if time.monotonic() > ends:
-                    waiting = sum(not f.done() for f in futures)
-                    raise DeadlineError(f"rollout: {waiting} of {len(futures)} responses not finished "
-                                        f"after {deadline_s:.0f} s.")
-        except BaseException:
-            self.cancel(list(self._futures))
-            self._futures.clear()
-            raise
 
-    def _arrived(self) -> list[tuple[str, Request]]:
-        arrived = []
-        while not self._inbox.empty():
-            request_id, request = self._inbox.get()
-            if self._futures[request_id].cancelled():
-                del self._futures[request_id]
-            else:
-                arrived.append((request_id, request))
-        return arrived
+    def _orders(self, futures: Sequence[Future[Completion]], began: float, deadline_s: float) -> Orders:
+        cancelled = _drained(self._cancelled)  # before the arrivals: what is cancelled has arrived
+        waiting = sum(not f.done() for f in futures)
+        late = waiting and time.monotonic() - began > deadline_s
+        text = f"rollout: {waiting} of {len(futures)} responses not finished after {deadline_s:g} s." if late else ""
+        return Orders(_drained(self._inbox), cancelled, not waiting, text)
+
+    def _follow(self, orders: Orders) -> None:
+        for request_id, request in orders.arrived:
+            self._running.add(request_id)
+            self.add(request_id, request)
+        cancelled = [request_id for request_id in orders.cancelled if request_id in self._running]
+        if cancelled:
+            self.cancel(cancelled)
+        for request_id in cancelled:
+            self._running.discard(request_id)
+            self._futures.pop(request_id, None)
 
     def _finish(self, request_id: str, completion: Completion) -> None:
+        self._running.discard(request_id)
         future = self._futures.pop(request_id, None)
-        if future is None:
-            return  # a peer: its futures live on the first rank
-        try:
-            future.set_result(completion)
-        except InvalidStateError:
-            pass  # cancelled while it ran
+        if future is not None:  # on a peer there is none: futures live on the first rank
+            with suppress(InvalidStateError):  # cancelled while it ran
+                future.set_result(completion)
+
+    def _abandon(self, error: BaseException) -> None:
+        """End every request, waiting or running, so that nobody waits for it and none turns up in a later drive."""
+        self.cancel(list(self._running))
+        self._running.clear()
+        _drained(self._inbox)
+        futures, self._futures = self._futures, {}
+        for future in futures.values():
+            with suppress(InvalidStateError):
+                future.set_exception(error)
+        _drained(self._cancelled)
 
     def generate(self, requests: Sequence[Request], deadline_s: float = 3600.0) -> list[Completion]:
         """Completions of `requests` in order; on a tensor-parallel peer that is not the first: an empty list."""
+        self._check_ready()  # before anything is queued, which a later drive would run
         futures = [self.submit(request) for request in requests] if self.leads else []
         self.drive(futures, deadline_s)
         return [future.result() for future in futures]
@@ -197,3 +227,10 @@ class RolloutEngine(ABC):
         self.version = None
         self.write_weights(buckets)
         self.version = version
+
+
+def _drained(waiting: queue.SimpleQueue) -> list[Any]:
+    items = []
+    while not waiting.empty():
+        items.append(waiting.get())
+    return items

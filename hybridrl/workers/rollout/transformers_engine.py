@@ -3,6 +3,7 @@
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -29,7 +30,7 @@ class _Cohort:
 
     rows: list[_Running]
     mask: Tensor
-    cache: object = None
+    cache: Any = None
 
 
 class TransformersEngine(RolloutEngine):
@@ -104,8 +105,9 @@ class TransformersEngine(RolloutEngine):
                          logits_to_keep=1)
         cohort.cache = out.past_key_values
         for row, logits in zip(cohort.rows, out.logits[:, -1].float().cpu(), strict=True):
-            log_probs = (logits / row.request.temperature).log_softmax(-1)
-            noise = torch.empty_like(log_probs).exponential_(generator=row.generator)
+            greedy = row.request.temperature == 0  # then, as in vLLM, log-probs are those of temperature 1
+            log_probs = (logits / (row.request.temperature or 1)).log_softmax(-1)
+            noise = 1.0 if greedy else torch.empty_like(log_probs).exponential_(generator=row.generator)
             token = int((log_probs.exp() / noise).argmax())
             row.token_ids.append(token)
             row.log_probs.append(float(log_probs[token]))

@@ -16,7 +16,7 @@ import torch.distributed as dist
 
 from hybridrl.config import RolloutConfig
 from hybridrl.errors import ConfigError, ModelError, SyncError
-from hybridrl.workers.rollout.engine import Bucket, Completion, Request, RolloutEngine
+from hybridrl.workers.rollout.engine import Bucket, Completion, Orders, Request, RolloutEngine
 
 
 class VLLMEngine(RolloutEngine):
@@ -96,10 +96,10 @@ class VLLMEngine(RolloutEngine):
     def leads(self) -> bool:
         return dist.get_rank() == self.leader
 
-    def share(self, message):
+    def share(self, orders: Orders) -> Orders:
         if self.peers is None:
-            return message
-        box = [message]
+            return orders
+        box = [orders]
         dist.broadcast_object_list(box, src=self.leader, group=self.peers)
         return box[0]
 
@@ -236,7 +236,7 @@ def _reload(worker: Any, buckets: Iterable[Bucket]) -> None:
 def _forget_expert_kernels(model: torch.nn.Module) -> None:
     """Have each mixture layer packed anew: a CPU kernel that exists already is not given the packed weights."""
     for layer in model.modules():
-        method = getattr(layer, "quant_method", None)
+        method: Any = getattr(layer, "quant_method", None)
         if getattr(method, "moe_kernel", None) is not None:
             method.moe_kernel = None
 

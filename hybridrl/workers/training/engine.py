@@ -5,7 +5,7 @@ turns into log-probs; the caller's loss function turns those into a partial loss
 of micro-batches, whatever rows it has, because every forward and backward pass is a collective.
 """
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -130,22 +130,27 @@ class TrainingEngine:
                    "skipped": float(skipped), "micro_batches": float(len(parts))}
         return metrics | finalize(totals)
 
-    def save(self, folder: Path) -> None:
+    def save(self, folder: Path, numbers: Mapping[str, int] | None = None) -> None:
         """Write weights, AdamW's state and the step counters into a new folder, each rank its shards.
 
+        Args:
+            numbers: further ones to keep, for the caller of `load`.
         Raises CheckpointError on every rank when any of them can't write, and TrainingError for a frozen model.
         """
         optimizer = self._trained()
-        save_state(Path(folder), self._state(), {"steps": optimizer.steps, "skipped": optimizer.skipped_in_a_row})
+        save_state(Path(folder), self._state(),
+                   {"steps": optimizer.steps, "skipped": optimizer.skipped_in_a_row, **(numbers or {})})
 
-    def load(self, folder: Path) -> None:
+    def load(self, folder: Path) -> dict[str, int]:
         """Read what `save` wrote, on any number of ranks; the next update is the one that would have followed.
 
+        Returns the numbers that were saved.
         Raises CheckpointError naming a missing or truncated file, or what does not fit this model.
         """
         optimizer = self._trained()
         numbers = load_state(Path(folder), self._state())
         optimizer.restore(numbers["steps"], numbers["skipped"])
+        return numbers
 
     def export(self, folder: Path, tokenizer: Any) -> None:
         """Write the model and its tokenizer as a Hugging Face folder, in the dtype of the folder it came from.

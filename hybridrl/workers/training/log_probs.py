@@ -95,7 +95,7 @@ def _logits_grad(logits: Tensor, targets: Tensor, normalizers: Tensor, grad_log_
     d log p_y / d z_j = [j = y] - p_j and d H / d z_j = -p_j (log p_j + H).
     """
     grad = logits.sub_(normalizers[:, None])
-    if entropy is None:
+    if entropy is None or grad_entropy is None:
         grad.exp_().mul_(-grad_log_probs[:, None])
     else:
         probs = grad.exp()
