@@ -303,6 +303,8 @@ class TrainerConfig:
     """Steps between evaluations on `eval_data`; 0 evaluates only before the first and after the last step."""
     eval_samples: int = 1
     """Responses per evaluation problem."""
+    eval_temperature: float = 0.0
+    """Sampling temperature of evaluations; 0 takes the most likely token."""
     eval_prompts: int = 256
     """Problems of one evaluation: the first of `eval_data`."""
     checkpoint_every: int = 0
@@ -323,6 +325,7 @@ class TrainerConfig:
             check(getattr(self, name) >= 0, f"trainer.{name}", getattr(self, name), "at least 0")
         for name in ("eval_samples", "eval_prompts", "keep_checkpoints"):
             check(getattr(self, name) >= 1, f"trainer.{name}", getattr(self, name), "at least 1")
+        check(self.eval_temperature >= 0, "trainer.eval_temperature", self.eval_temperature, "at least 0")
         for tracker in self.trackers:
             check_choice("trainer.trackers", tracker, ("tensorboard", "wandb", "mlflow"))
 

@@ -28,6 +28,9 @@ from hybridrl.errors import ConfigError, unknown
 
 CONFIG_DIR = Path(__file__).resolve().parents[1] / "recipes" / "config"
 
+OmegaConf.register_new_resolver("recipes", lambda path: str(CONFIG_DIR.parent / path), replace=True)
+"""`${recipes:demo/model}` in a recipe's YAML: a file that comes with the recipes, wherever they are installed."""
+
 Config = TypeVar("Config")
 
 

@@ -46,7 +46,8 @@ def main(cfg: GRPOConfig) -> None:
             if problems is None or not (step in (0, cfg.trainer.steps) or every and step % every == 0):
                 return {}
             with run.phase("evaluate"):
-                batch = answer(policy, rewards, problems, cfg.trainer.eval_samples, cfg.seed, cfg.trainer.eval_prompts)
+                batch = answer(policy, rewards, problems, cfg.trainer.eval_samples, cfg.seed, cfg.trainer.eval_prompts,
+                               cfg.trainer.eval_temperature)
             return {"eval/accuracy": accuracy(batch)}
 
         if run.restore(policy=policy, prompts=prompts) == 0 and problems is not None:
