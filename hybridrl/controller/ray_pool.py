@@ -6,18 +6,18 @@ from typing import Any
 
 import ray
 import torch
-from ray.exceptions import GetTimeoutError, RayActorError, RayError, RayTaskError
+from ray.exceptions import RayActorError, RayError, RayTaskError
 from ray.util.placement_group import placement_group, placement_group_table, remove_placement_group
 from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
 from tensordict import TensorDict
 
-from hybridrl.batch import num_rows
 from hybridrl.config import ClusterConfig
-from hybridrl.controller.call import Call, Future, check_rows, is_rows, stopped_error, worker_error
-from hybridrl.controller.host import Failure, Host, Part, Rows, Values
-from hybridrl.controller.wire import Wire, pack, unpack, unpack_one
-from hybridrl.dispatch import Dispatch, join_rows, row_range
-from hybridrl.errors import BatchError, DeadlineError, HybridRLError
+from hybridrl.controller.call import Call, stopped_error, worker_error
+from hybridrl.controller.host import Failure, Host
+from hybridrl.controller.ray_call import RayFuture, reply_kind, split_arguments, task_name, whole_argument
+from hybridrl.controller.wire import pack, unpack_one
+from hybridrl.dispatch import Dispatch
+from hybridrl.errors import DeadlineError, HybridRLError
 from hybridrl.workers.base import Worker, WorkerContext
 
 # After the first failure the other ranks get this long to report theirs, so that the first cause is named.
@@ -47,71 +47,9 @@ class RayHost(Host):
         return self.listen(ray.util.get_node_ip_address())
 
 
-def task_name(call: Call) -> str:
-    """`role.method#step`: Ray's tools show it, and a call without arguments sends nothing else (0.15 ms less)."""
-    return f"{call.role}.{call.method}#{'' if call.step is None else call.step}"
-
-
 def register_batches() -> None:
     """Make Ray move every batch of this process packed."""
     ray.util.register_serializer(TensorDict, serializer=pack, deserializer=unpack_one)
-
-
-class RayFuture(Future):
-    """References to the results of all ranks of a call."""
-
-    def __init__(self, pool: "RayPool", call: Call, ranks: list[int], refs: list[Any], counts: list[Any]):
-        self.call, self.ranks, self.refs, self.counts = call, ranks, refs, counts
-        self._pool, self._started = pool, time.monotonic()
-        self._outcome: tuple[Any, HybridRLError | None] | None = None
-
-    def result(self, timeout_s: float | None = None) -> Any:
-        if self._outcome is None:
-            waited = time.monotonic() - self._started
-            left = max(0.0, self.call.timeout_s - waited)
-            try:
-                values = ray.get(self.refs, timeout=left if timeout_s is None else min(left, timeout_s))
-                self._outcome = self._join(values), None
-            except GetTimeoutError:
-                if timeout_s is not None and timeout_s < left:
-                    raise self._late() from None
-                self._outcome = None, self._pool.stop(self._late())
-            except RayError:
-                self._outcome = None, self._pool.diagnose(self)
-        value, error = self._outcome
-        if error is not None:
-            raise error
-        return value
-
-    def done(self) -> bool:
-        ready, _ = ray.wait(self.refs, num_returns=len(self.refs), timeout=0, fetch_local=False)
-        return len(ready) == len(self.refs)
-
-    def parts(self) -> list[Part]:
-        """The shards' results as parts of another call's rows."""
-        if self.call.dispatch.split != "rows" or self.call.dispatch.join != "rows":
-            raise BatchError(f"{self.call.role}.{self.call.method} does not return rows; its future can't be split.")
-        shards = range(0, len(self.refs), self.call.peers)
-        return [Part(self.refs[i], self.counts[i]) for i in shards]
-
-    def _join(self, values: list[Any]) -> Any:
-        dispatch = self.call.dispatch
-        if dispatch.split == "all":
-            return values
-        values = values[:: self.call.peers]
-        if dispatch.split == "first" or dispatch.join == "first":
-            return unpack_one(values[0]) if isinstance(values[0], Wire) else values[0]
-        if all(isinstance(value, Wire) for value in values):
-            return unpack(values)
-        return join_rows(values)
-
-    def _late(self) -> DeadlineError:
-        ready, running = ray.wait(self.refs, num_returns=len(self.refs), timeout=0, fetch_local=False)
-        ranks = [rank for rank, ref in zip(self.ranks, self.refs, strict=True) if ref in running]
-        waited = time.monotonic() - self._started
-        step = "" if self.call.step is None else f" at step {self.call.step}"
-        return DeadlineError(f"{self.call.role}.{self.call.method}{step} did not end in {waited:.1f} s; "
-                             f"ranks still running: {', '.join(map(str, ranks)) or 'none'}.")
 
 
 class RayPool:
@@ -144,7 +82,8 @@ class RayPool:
         for rank, (index, node) in enumerate(zip(bundles, on_node, strict=True)):
             place = PlacementGroupSchedulingStrategy(self._reserved, placement_group_bundle_index=index)
             actors.append(host_cls.options(scheduling_strategy=place).remote(
-                rank, self.ranks, rank - on_node.index(node), on_node.count(node), self.call_timeout_s, self._logs[rank]))
+                rank, self.ranks, rank - on_node.index(node), on_node.count(node), self.call_timeout_s,
+                self._logs[rank]))
         return actors
 
     def build(self, role: str, worker_cls: type[Worker], args: tuple, kwargs: dict, axes: list[str]) -> dict[str, int]:
@@ -176,7 +115,7 @@ class RayPool:
         refs, counts, name = [], [], task_name(call)
         for rank in ranks:
             args, kwargs = shares[rank // call.peers if len(shares) > 1 else 0]
-            reply = _reply_kind(call, rank)
+            reply = reply_kind(call, rank)
             run = self.actors[rank].run.options(name=name, num_returns=2 if reply == "counted" else 1)
             made = run.remote((args, kwargs, reply)) if args or kwargs else run.remote()
             count, ref = made if reply == "counted" else (None, made)
@@ -234,51 +173,3 @@ class RayPool:
         for actor in self.actors:
             ray.kill(actor, no_restart=True)
         remove_placement_group(self._reserved)
-
-
-def _reply_kind(call: Call, rank: int) -> str:
-    """What a rank sends back: see `Host.call`."""
-    if call.dispatch.split != "rows":
-        return "value"
-    if rank % call.peers:
-        return "none"
-    return "counted" if call.keep and call.dispatch.join == "rows" else "wire"
-
-
-def split_arguments(call: Call, shards: int) -> list[tuple[tuple, dict[str, Any]]]:
-    """Arguments of each shard: batches and futures by rows, everything else the same for all."""
-    check_rows(call)
-    args = [row_argument(value, shards, call.peers) for value in call.args]
-    kwargs = {name: row_argument(value, shards, call.peers) for name, value in call.kwargs.items()}
-    return [(tuple(arg[shard] for arg in args), {name: value[shard] for name, value in kwargs.items()})
-            for shard in range(shards)]
-
-
-def row_argument(value: Any, shards: int, peers: int) -> list[Any]:
-    """An argument of an `over_rows` call as each shard gets it."""
-    if not is_rows(value):
-        return [whole_argument(value)] * shards
-    if not isinstance(value, TensorDict):
-        parts = [part for item in (value if isinstance(value, list | tuple) else [value]) for part in _parts(item)]
-        return [Rows(parts, shard, shards) for shard in range(shards)]
-    shares, packed = [], pack(value)
-    for shard in range(shards):
-        wire = packed.part(*row_range(packed.rows, shards, shard))
-        # Peers read one copy of their rows.
-        shares.append(Rows([Part(ray.put(wire) if peers > 1 else wire, wire.rows)], total=packed.rows))
-    return shares
-
-
-def whole_argument(value: Any) -> Any:
-    """An argument that every worker gets whole."""
-    if not isinstance(value, RayFuture):
-        return value
-    if value.call.dispatch.split == "rows" and value.call.dispatch.join == "rows":
-        return Rows(value.parts())
-    if value.call.dispatch.split == "all":
-        return Values(value.refs)
-    return Values(value.refs[0])
-
-
-def _parts(item: TensorDict | RayFuture) -> list[Part]:
-    return item.parts() if isinstance(item, RayFuture) else [Part(ray.put(pack(item)), num_rows(item))]
