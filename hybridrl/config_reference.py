@@ -141,7 +141,7 @@ class defaults, `recipes/config/<recipe>.yaml`, the chosen groups (`algorithm=..
 ```
 python -m recipes.grpo algorithm=rloo policy.model.path=models/tiny trainer.steps=200 'trainer.trackers=[]'
 python -m recipes.grpo --config my.yaml trainer.steps=3      # my.yaml on top of the recipe's own files
-python -m recipes.grpo --cfg experiment=smollm2              # print the resolved options and stop
+python -m recipes.grpo --cfg experiment=demo                 # print the resolved options and stop
 ```
 
 An unknown key, a value of the wrong type or an impossible combination stops the program with one line before
