@@ -106,7 +106,7 @@ def _safetensors_names(file: Path) -> set[str]:
     except (KeyError, IndexError, TypeError) as error:
         raise ModelError(f"{file} has a damaged safetensors header: {error!r}.") from error
     if not header or size != expected:
-        raise ModelError(f"{file} is half-written: {size} bytes, its header with {len(header)} tensors says {expected}.")
+        raise ModelError(f"{file} is half-written: {size} bytes, its {len(header)} tensors end at {expected}.")
     return set(header)
 
 
