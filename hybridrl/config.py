@@ -7,6 +7,7 @@ docstring beneath a field is its documentation: docs/configuration.md is made fr
 
 import inspect
 from dataclasses import dataclass, field, fields, is_dataclass
+from pathlib import Path
 from typing import Any
 
 from hybridrl.errors import ConfigError, unknown
@@ -130,7 +131,7 @@ class RolloutConfig:
     dtype: str = "auto"
     """`float32`, `bfloat16`, or `auto`: float32 on CPU, bfloat16 on CUDA."""
     temperature: float = 1.0
-    """Sampling temperature; training uses the same one."""
+    """Sampling temperature; training uses the same one. 0 takes the most likely token (`recipes.evaluate` only)."""
     max_prompt_tokens: int = 512
     """Longest prompt; longer ones are left out by the loader and counted."""
     max_response_tokens: int = 512
@@ -152,7 +153,7 @@ class RolloutConfig:
             check(self.tensor_parallel == 1, f"{key}.tensor_parallel", self.tensor_parallel,
                   "1 with engine=transformers")
         check_choice(f"{key}.dtype", self.dtype, ("auto", "float32", "bfloat16"))
-        check(self.temperature > 0, f"{key}.temperature", self.temperature, "positive")
+        check(self.temperature >= 0, f"{key}.temperature", self.temperature, "at least 0")
         check(self.max_prompt_tokens >= 1, f"{key}.max_prompt_tokens", self.max_prompt_tokens, "at least 1")
         check(self.max_response_tokens >= 1, f"{key}.max_response_tokens", self.max_response_tokens, "at least 1")
         check(self.max_running >= 1, f"{key}.max_running", self.max_running, "at least 1")
@@ -371,6 +372,8 @@ class GRPOConfig:
     def validate(self) -> None:
         ranks, shared = self.cluster.ranks, self.policy.rollout.tensor_parallel
         check(ranks % shared == 0, "cluster.ranks", ranks, f"a multiple of policy.rollout.tensor_parallel={shared}")
+        temperature = self.policy.rollout.temperature
+        check(temperature > 0, "policy.rollout.temperature", temperature, "positive to train")
         prompts = self.trainer.prompts_per_step
         check(self.algorithm.mini_batches <= prompts, "algorithm.mini_batches", self.algorithm.mini_batches,
               f"at most trainer.prompts_per_step={prompts}")
@@ -438,6 +441,8 @@ class EvaluateConfig:
         for k in self.k:
             check(1 <= k <= self.samples_per_prompt, "k", self.k,
                   f"from 1 to samples_per_prompt={self.samples_per_prompt}")
+        folder = Path(self.output).expanduser().absolute().parent
+        check(not self.output or folder.is_dir(), "output", self.output, "a file in a folder that exists")
 
 
 RECIPES: dict[str, type] = {"grpo": GRPOConfig, "sft": SFTConfig, "evaluate": EvaluateConfig}

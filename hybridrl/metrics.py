@@ -35,10 +35,14 @@ def format_metrics(metrics: Mapping[str, float], watched: Mapping[str, str] = WA
     return "  ".join(f"{label} {value:.3g}" for label, value in present)
 
 
+def finite(metrics: Mapping[str, float]) -> dict[str, float | None]:
+    """The metrics with None, null in JSON, for what JSON has no number for: NaN and infinity."""
+    return {name: value if math.isfinite(value) else None for name, value in metrics.items()}
+
+
 def to_line(step: int, metrics: Mapping[str, float]) -> str:
-    """One line of `metrics.jsonl`; what JSON has no number for (NaN, infinity) is null."""
-    values = {name: float(value) for name, value in metrics.items()}
-    return json.dumps({"step": step, **{k: v if math.isfinite(v) else None for k, v in values.items()}})
+    """One line of `metrics.jsonl`."""
+    return json.dumps({"step": step, **finite({name: float(value) for name, value in metrics.items()})})
 
 
 def read_metrics(path: str | Path) -> list[dict[str, float | None]]:

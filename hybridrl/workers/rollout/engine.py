@@ -9,6 +9,7 @@ and generation that goes on while weights change all run through it.
 """
 
 import itertools
+import math
 import queue
 import time
 from abc import ABC, abstractmethod
@@ -138,7 +139,7 @@ class RolloutEngine(ABC):
         self._inbox.put((request_id, request))
         return future
 
-    def drive(self, futures: Sequence[Future[Completion]], deadline_s: float = 3600.0) -> None:
+    def drive(self, futures: Sequence[Future[Completion]], deadline_s: float = math.inf) -> None:
         """Run the loop until all of `futures` are done.
 
         Every tensor-parallel peer calls this; what the first peer submits is what all of them run. An error ends
@@ -206,7 +207,7 @@ class RolloutEngine(ABC):
                 future.set_exception(error)
         _drained(self._cancelled)
 
-    def generate(self, requests: Sequence[Request], deadline_s: float = 3600.0) -> list[Completion]:
+    def generate(self, requests: Sequence[Request], deadline_s: float = math.inf) -> list[Completion]:
         """Completions of `requests` in order; on a tensor-parallel peer that is not the first: an empty list."""
         self._check_ready()  # before anything is queued, which a later drive would run
         futures = [self.submit(request) for request in requests] if self.leads else []
