@@ -13,6 +13,7 @@ from hybridrl.controller.cluster import Cluster
 from hybridrl.controller.evaluation import answer, evaluation_metrics
 from hybridrl.controller.worker_group import WorkerGroup
 from hybridrl.data import load_prompts
+from hybridrl.metrics import finite
 from hybridrl.models import load_tokenizer
 from hybridrl.rewards import Rewarder
 from hybridrl.workers.policy import PolicyWorker
@@ -27,11 +28,13 @@ def main(cfg: EvaluateConfig) -> None:
         policy = WorkerGroup(PolicyWorker, pool, cfg.policy, cfg.seed, role="policy")
         batch = answer(policy, rewards, problems, cfg.samples_per_prompt, cfg.seed, cfg.max_prompts)
     if cfg.output:
-        with Path(cfg.output).open("w") as file:
+        with Path(cfg.output).expanduser().open("w") as file:
             for row in range(num_rows(batch)):
-                kept = {name: batch[name][row] for name in ("prompt", "response", "answer", "finish_reason")}
-                file.write(json.dumps(kept | {"reward": float(batch["rewards"][row])}, default=str) + "\n")
-    print(json.dumps(evaluation_metrics(batch, cfg.k)))
+                kept = {name: batch[name][row]
+                        for name in ("prompt", "response", "answer", "finish_reason", "reward_error")}
+                kept |= finite({"reward": float(batch["rewards"][row])})
+                file.write(json.dumps(kept, default=str, ensure_ascii=False) + "\n")
+    print(json.dumps(finite(evaluation_metrics(batch, cfg.k))))
 
 
 if __name__ == "__main__":

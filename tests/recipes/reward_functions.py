@@ -1,5 +1,6 @@
 """Reward functions that tests name by import path."""
 
+import itertools
 import time
 from pathlib import Path
 
@@ -23,3 +24,20 @@ def _holds(gate, prompt):
         return (Path(gate) / "hold").read_text() == prompt
     except FileNotFoundError:
         return False
+
+
+def short_answers(response):
+    """1 for a response that ends on a character between 0 and k, else 1/4; fails on responses with a vowel."""
+    if set(response) & set("aeiou"):
+        raise ValueError("a vowel")
+    return 1.0 if "0" <= response[-1:] <= "k" else 0.25
+
+
+_calls = itertools.count()
+
+
+def every_second(response):
+    """Fails on every second call of its process."""
+    if next(_calls) % 2:
+        raise ValueError("the second call")
+    return 1.0

@@ -1,0 +1,92 @@
+"""`python -m recipes.evaluate`: the printed scores, computed again from the written responses by counting subsets."""
+
+import json
+from itertools import combinations
+
+import pytest
+
+pytestmark = pytest.mark.slow
+
+SAMPLES = 5
+
+
+@pytest.fixture(scope="module")
+def words(model, sums) -> list[str]:
+    """Sharp enough for repeated responses of up to two characters, blunt enough for different ones."""
+    return ["recipes.evaluate", "cluster.backend=local", f"policy.model.path={model}", f"data.path={sums}",
+            "policy.rollout.max_prompt_tokens=32", "policy.rollout.max_response_tokens=2",
+            "policy.rollout.temperature=0.15", "reward.workers=1"]
+
+
+@pytest.fixture(scope="module")
+def scored(run, words, tmp_path_factory):
+    """The printed scores and the written rows."""
+    output = tmp_path_factory.mktemp("scored") / "responses.jsonl"
+    command = run(*words, "reward.functions=[{name:'tests.recipes.reward_functions:short_answers'}]",
+                  f"samples_per_prompt={SAMPLES}", "k=[1,3,5]", "max_prompts=9", f"output={output}")
+    return json.loads(command.out.splitlines()[-1], parse_constant=pytest.fail), [
+        json.loads(line, parse_constant=pytest.fail) for line in output.read_text().splitlines()]
+
+
+def vote(response: str) -> str:
+    """The final number of at most two characters, or the text."""
+    if response[:1] in ("-", ".") and response[1:].isdigit():
+        return response
+    return response.strip("abcdefghijklmnopqrstuvwxyz+-*/=?.,: \n") if any(map(str.isdigit, response)) \
+        else response.strip()
+
+
+def majority(rows: tuple[dict, ...]) -> float:
+    """Share of correct ones among the answers with most votes."""
+    answers = [(vote(row["response"]), row["reward"] >= 1) for row in rows]
+    most = max(map(answers.count, answers))
+    winners = {answer for answer in answers if answers.count(answer) == most}
+    return sum(right for _, right in winners) / len(winners)
+
+
+def over_subsets(rows: list[dict], k: int, score) -> float:
+    """Mean over problems with at least k scored responses of the mean score of their k-subsets."""
+    problems = [rows[i:i + SAMPLES] for i in range(0, len(rows), SAMPLES)]
+    scored = [[row for row in problem if row["reward"] is not None] for problem in problems]
+    subsets = [list(combinations(problem, k)) for problem in scored if len(problem) >= k]
+    return sum(sum(map(score, group)) / len(group) for group in subsets) / len(subsets)
+
+
+def test_every_row_is_written(scored):
+    _, rows = scored
+    assert len(rows) == 9 * SAMPLES
+    assert [row["prompt"] for row in rows] == [f"{i}+{i + 1}=" for i in range(9) for _ in range(SAMPLES)]
+    failed = [row for row in rows if row["reward"] is None]
+    assert 0 < len(failed) < 20 and all("a vowel" in row["reward_error"] for row in failed)
+    assert all(set(row["response"]) & set("aeiou") for row in failed)
+    assert {row["reward"] for row in rows} == {None, 1.0, 0.25}
+
+
+def test_scores_are_those_of_counting_subsets(scored):
+    found, rows = scored
+    assert found["problems"] == 9 and found["responses"] == 45
+    assert found["unscored"] == sum(row["reward"] is None for row in rows)
+    expected = {}
+    for k in (1, 3, 5):
+        expected[f"pass@{k}"] = over_subsets(rows, k, lambda group: any(row["reward"] >= 1 for row in group))
+        expected[f"avg@{k}"] = over_subsets(rows, k, lambda group: sum(r["reward"] for r in group) / len(group))
+        expected[f"maj@{k}"] = over_subsets(rows, k, majority)
+    del expected["avg@1"], expected["maj@1"]
+    assert {name: value for name, value in found.items() if "@" in name} == pytest.approx(expected, abs=1e-12)
+    assert 0 < expected["pass@1"] < expected["pass@3"] < 1
+    assert len({expected["pass@1"], expected["maj@3"], expected["pass@3"], expected["avg@3"]}) == 4
+
+
+def test_what_could_not_be_computed_is_null(run, words):
+    """No problem has two scored responses: one of each pair fails."""
+    command = run(*words, "reward.functions=[{name:'tests.recipes.reward_functions:every_second'}]",
+                  "samples_per_prompt=2", "k=[2]", "max_prompts=3", "policy.rollout.engine=transformers")
+    found = json.loads(command.out.splitlines()[-1], parse_constant=pytest.fail)
+    assert found == {"pass@1": 1.0, "avg@2": None, "pass@2": None, "maj@2": None, "problems": 3, "responses": 6,
+                     "unscored": 3}
+
+
+def test_an_output_that_cannot_be_written_is_refused_at_once(run, words, tmp_path):
+    command = run(*words, f"output={tmp_path}/no/such/folder.jsonl", code=2)
+    assert command.err.splitlines() == [f"evaluate: output must be a file in a folder that exists, got "
+                                        f"'{tmp_path}/no/such/folder.jsonl'."]
