@@ -33,8 +33,11 @@ def main(cfg: GRPOConfig) -> None:
         pool = cluster.pool()
         tokenizer = load_tokenizer(cfg.policy.model)
         longest = cfg.policy.rollout.max_prompt_tokens
-        prompts = PromptLoader(load_prompts(cfg.data, tokenizer, longest), seed=cfg.seed, shuffle=cfg.data.shuffle)
-        problems = load_prompts(cfg.eval_data, tokenizer, longest, "eval_data") if cfg.eval_data.enabled else None
+        data = load_prompts(cfg.data, tokenizer, longest)
+        prompts = PromptLoader(data, seed=cfg.seed, shuffle=cfg.data.shuffle)
+        problems = None
+        if cfg.eval_data.enabled:
+            problems = load_prompts(cfg.eval_data, tokenizer, longest, "eval_data").held_out(data)
         policy = WorkerGroup(PolicyWorker, pool, cfg.policy, cfg.seed, role="policy")
         reference = None
         if algorithm.needs_reference:

@@ -64,6 +64,21 @@ class PromptSet:
             batch.update(responses)
         return batch
 
+    def held_out(self, trained: "PromptSet") -> "PromptSet":
+        """The rows whose prompt is not in `trained`, each prompt once; `counts` gains `trained` and `repeated`.
+
+        Raises DataError when no row is left.
+        """
+        seen = {ids.tobytes() for ids in trained.prompt_ids}
+        first = {ids.tobytes(): i for i, ids in reversed(list(enumerate(self.prompt_ids)))}
+        kept = sorted(i for ids, i in first.items() if ids not in seen)
+        if not kept:
+            raise DataError(f"none of the {len(self)} evaluation prompts is held out: all are in the training data too.")
+        counts = self.counts | {"rows": len(kept), "trained": sum(ids.tobytes() in seen for ids in self.prompt_ids)}
+        counts["repeated"] = len(self) - len(kept) - counts["trained"]
+        columns = (self.prompts, self.prompt_ids, self.response_ids, self.answers, self.tasks)
+        return PromptSet(*([column[i] for i in kept] if column else [] for column in columns), counts, self.fingerprint)
+
 
 @dataclass(slots=True)
 class _Example:

@@ -18,6 +18,7 @@ from hybridrl.batch import rows_of
 from hybridrl.config import DataConfig
 from hybridrl.data import PromptLoader, PromptSet, load_examples, load_prompts, row_seeds
 from hybridrl.errors import ConfigError, DataError, ModelError
+from tests.models import tiny_tokenizer
 
 WORDS = ["<unk>", "<eos>", "<bos>", "<user>", "<system>", "<assistant>", "foo", "bar", "foobar", "be", "kind", "x"]
 ID = {word: i for i, word in enumerate(WORDS)}
@@ -405,3 +406,20 @@ def test_row_seeds_differ_between_rows_steps_and_runs():
     seeds = torch.cat([row_seeds(seed, step, 256) for seed in range(4) for step in range(4)])
     assert len(seeds.unique()) == len(seeds)
     assert (seeds >= 0).all()
+
+
+def test_held_out_leaves_out_what_was_trained_on_and_repeats(tmp_path):
+    def prompts(name, texts):
+        file = tmp_path / f"{name}.jsonl"
+        file.write_text("".join(json.dumps({"prompt": text, "answer": text.upper()}) + "\n" for text in texts))
+        cfg = DataConfig(path=str(file), chat_template=False)
+        return load_prompts(cfg, tiny_tokenizer(), 10)
+
+    trained = prompts("trained", ["a", "b"])
+    kept = prompts("offered", ["c", "a", "d", "c", "a"]).held_out(trained)
+    assert (kept.prompts, kept.answers, kept.response_ids) == (["c", "d"], ["C", "D"], [])
+    assert [ids.tolist() for ids in kept.prompt_ids] == [ids.tolist() for ids in prompts("again", ["c", "d"]).prompt_ids]
+    assert kept.counts == {"rows": 2, "overlong": 0, "malformed": 0, "trained": 2, "repeated": 1}
+    assert kept.batch(range(2))["answer"] == ["C", "D"]
+    with pytest.raises(DataError, match="none of the 2 evaluation prompts is held out"):
+        trained.held_out(trained)
