@@ -80,6 +80,8 @@ def test_offload_frees_device_memory_and_changes_nothing(folders, parameters):
     freed = held - ours.memory()["allocated"]
     assert freed >= (12 if parameters else 8) * ours.num_parameters
     assert {weight.device.type for _, weight in ours.weights()} == {"cpu" if parameters else "cuda"}
+    if not parameters:
+        ours.log_probs(batch)
     with pytest.raises(PhaseError, match="onload"):
         ours.update(batch, policy_gradient)
     ours.onload()

@@ -52,7 +52,8 @@ class TrainingEngine:
         """
         self.cfg, self.device, self.trainable = cfg, device, trainable
         self.mesh = make_mesh(device)
-        self.offloaded = False
+        self.offloaded: set[str] = set()
+        """Which of `parameters` and `optimizer` are in CPU memory."""
         if device.type == "cuda" and not trainable:
             dtype = torch.bfloat16
         self.model = load_policy(model, self.mesh, device, dtype, trainable, cfg.gradient_checkpointing)
@@ -86,6 +87,7 @@ class TrainingEngine:
         Returns:
             `log_probs`, and with `entropies` also `entropies`.
         """
+        self._need("parameters")
         sizes = lengths(batch["response_ids"])
         names = ["log_probs", "entropies"] if entropies else ["log_probs"]
         values = {name: torch.empty(int(sizes.sum()), dtype=torch.float32) for name in names}
@@ -117,6 +119,7 @@ class TrainingEngine:
             BatchError: no rank has rows, or a column does not fit.
             TrainingError: the model is frozen, or too many steps in a row were skipped.
         """
+        self._need("parameters", "optimizer")
         optimizer = self._trained()
         parts = self._micro_batches(batch)
         if not parts:
@@ -137,6 +140,7 @@ class TrainingEngine:
             numbers: further ones to keep, for the caller of `load`.
         Raises CheckpointError on every rank when any of them can't write, and TrainingError for a frozen model.
         """
+        self._need("parameters", "optimizer")
         optimizer = self._trained()
         save_state(Path(folder), self._state(),
                    {"steps": optimizer.steps, "skipped": optimizer.skipped_in_a_row, **(numbers or {})})
@@ -147,6 +151,7 @@ class TrainingEngine:
         Returns the numbers that were saved.
         Raises CheckpointError naming a missing or truncated file, or what does not fit this model.
         """
+        self._need("parameters", "optimizer")
         optimizer = self._trained()
         numbers = load_state(Path(folder), self._state())
         optimizer.restore(numbers["steps"], numbers["skipped"])
@@ -157,6 +162,7 @@ class TrainingEngine:
 
         Raises ModelError on every rank when rank 0 can't write.
         """
+        self._need("parameters")
         state, dtype = {}, self.model.stored_dtype
         for name, value in self.weights():
             whole = value.full_tensor()
@@ -167,7 +173,8 @@ class TrainingEngine:
     def offload(self, parameters: bool = True) -> None:
         """Move AdamW's state, and `parameters` too unless told otherwise, to CPU memory; frees gradients.
 
-        Log-probs and updates need `onload` first. Does nothing on CPU, and with `offload=never`.
+        Updates and checkpoints need `onload` first; log-probs, weights and exports do when parameters were moved.
+        Does nothing on CPU, and with `offload=never`.
         """
         if self.device.type != "cuda" or self.cfg.offload == "never":
             return
@@ -176,7 +183,7 @@ class TrainingEngine:
             self.optimizer.move("cpu")
         if parameters:
             self.model.to("cpu")
-        self.offloaded = True
+        self.offloaded |= {"optimizer", "parameters"} if parameters else {"optimizer"}
         torch.cuda.empty_cache()
 
     def onload(self) -> None:
@@ -185,7 +192,7 @@ class TrainingEngine:
             self.model.to(self.device)
             if self.optimizer is not None:
                 self.optimizer.move(self.device)
-            self.offloaded = False
+            self.offloaded.clear()
 
     def memory(self) -> dict[str, int]:
         """Bytes on this rank: `parameters`, `gradients`, `optimizer`; on CUDA also `allocated` and `peak`."""
@@ -198,6 +205,11 @@ class TrainingEngine:
             sizes |= {"allocated": torch.cuda.memory_allocated(self.device),
                       "peak": torch.cuda.max_memory_allocated(self.device)}
         return sizes
+
+    def _need(self, *parts: str) -> None:
+        if self.offloaded & set(parts):
+            raise PhaseError(f"{' and '.join(sorted(self.offloaded))} of training are offloaded; "
+                             f"onload() brings them back.")
 
     def _trained(self) -> Optimizer:
         if self.optimizer is None:
@@ -215,8 +227,6 @@ class TrainingEngine:
 
     def _micro_batches(self, batch: TensorDict) -> list[MicroBatch]:
         """This rank's micro-batches, as many as the rank with most of them has."""
-        if self.offloaded:
-            raise PhaseError("the training weights are offloaded; onload() brings them back.")
         sizes = fed_lengths(batch)
         bins = cut(sizes, self.cfg.micro_batch_tokens) if num_rows(batch) else []
         count = torch.tensor(len(bins), device=self.device)

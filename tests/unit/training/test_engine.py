@@ -238,6 +238,17 @@ def test_offload_does_nothing_on_cpu(folder):
     ours.offload()
     assert torch.equal(ours.log_probs(batch)["log_probs"].values(), before)
     ours.onload()
-    ours.offloaded = True  # as on CUDA
-    with pytest.raises(PhaseError, match="onload"):
-        ours.log_probs(batch)
+
+
+def test_what_is_offloaded_can_not_be_used(folder, tmp_path):
+    ours, batch = engine(folder()), random_batch()
+    ours.offloaded = {"optimizer"}  # as on CUDA
+    ours.log_probs(batch)  # the fingerprint of a weight sync needs the parameters alone
+    for use in (lambda: ours.update(batch, policy_gradient), lambda: ours.save(tmp_path / "a"),
+                lambda: ours.load(tmp_path / "a")):
+        with pytest.raises(PhaseError, match="^optimizer of training are offloaded; onload"):
+            use()
+    ours.offloaded = {"optimizer", "parameters"}
+    for use in (lambda: ours.log_probs(batch), lambda: ours.export(tmp_path / "a", None)):
+        with pytest.raises(PhaseError, match="^optimizer and parameters of training"):
+            use()
