@@ -37,7 +37,7 @@ def recipe(name: str, config_class: type[Config]) -> Callable[[Callable[[Config]
             except HybridRLError as error:
                 print(f"{name}: {error}", file=sys.stderr)
                 if isinstance(error, WorkerError) and not isinstance(error.__cause__, HybridRLError):
-                    print(error.remote_traceback, file=sys.stderr)
+                    print(error.remote_traceback, end="", file=sys.stderr)
                 sys.exit(2 if isinstance(error, ConfigError) else 1)
             except KeyboardInterrupt as stop:
                 print(f"{name}: {stop or 'interrupted'}", file=sys.stderr)

@@ -1,6 +1,7 @@
 """Devices: Ray, started here or joined, or `local`; `pool` reserves them and starts one host process on each."""
 
 import atexit
+import logging
 import os
 import shutil
 import socket
@@ -104,6 +105,7 @@ class Cluster:
             else:
                 self._closing.callback(shutil.rmtree, start_ray(cpu_cores()), ignore_errors=True)
             self._closing.callback(ray.shutdown)
+            send_notices_to_log()
         register_batches()
 
     def _join(self, ray: Any) -> None:
@@ -114,6 +116,16 @@ class Cluster:
             refused = "InvalidAuthToken" in "".join(traceback.format_exception(error))
             hint = "it asks for a token: set RAY_AUTH_MODE=token, and RAY_AUTH_TOKEN or ~/.ray/auth_token"
             raise no_cluster(self.cfg.address, hint if refused else str(error)) from error
+
+
+def send_notices_to_log() -> None:
+    """Keep what Ray prints about dead workers off the terminal, which gets one line from us: no option of Ray does."""
+    from ray._private import worker
+
+    def to_log(data: dict[str, Any], ignore_prefix: bool) -> None:
+        logging.getLogger("raylet").info("%s", " ".join(data["lines"]))
+
+    worker.print_to_stdstream = to_log
 
 
 def check_address(address: str, timeout_s: float) -> None:

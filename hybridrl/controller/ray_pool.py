@@ -152,7 +152,7 @@ class RayPool:
         log = f"; its output: {self._logs[rank]}" if self._logs[rank] else ""
         if isinstance(error, RayActorError):
             text = f"killed, crashed, or out of memory{log}"
-            return Failure(call.role, rank, call.step, "process died", text, str(error), False, 0.0)
+            return Failure(call.role, rank, call.step, "process died", text, "", False, 0.0)
         return Failure(call.role, rank, call.step, type(error).__name__, str(error), str(error), False, time.time())
 
     def stop(self, error: HybridRLError) -> HybridRLError:

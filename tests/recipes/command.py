@@ -26,13 +26,14 @@ class Command:
     output: Path
     cwd: Path = ROOT
     prefix: list[str] = field(default_factory=list)
+    flags: list[str] = field(default_factory=list)
     env: dict[str, str] = field(default_factory=dict)
 
     def __post_init__(self):
         self.mark = uuid.uuid4().hex
         env = {**os.environ, "OMP_NUM_THREADS": "1", **self.env, MARK: self.mark}
         env["PYTHONPATH"] = os.pathsep.join([str(ROOT), *([env["PYTHONPATH"]] if env.get("PYTHONPATH") else [])])
-        command = [*self.prefix, sys.executable, "-m", *self.words]
+        command = [*self.prefix, sys.executable, *self.flags, "-m", *self.words]
         self.began = time.monotonic()
         with open(self.output, "w") as out, open(f"{self.output}.err", "w") as err:
             self.process = subprocess.Popen(command, cwd=self.cwd, env=env, stdout=out, stderr=err,

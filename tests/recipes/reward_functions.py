@@ -1,6 +1,7 @@
 """Reward functions that tests name by import path."""
 
 import itertools
+import math
 import time
 from pathlib import Path
 
@@ -41,3 +42,23 @@ def every_second(response):
     if next(_calls) % 2:
         raise ValueError("the second call")
     return 1.0
+
+
+def troubled(response):
+    """`digits`, but by the response it may raise, return NaN or text, or never return."""
+    match sum(map(ord, response)) % 8:
+        case 0:
+            raise ZeroDivisionError("no such thing")
+        case 1:
+            return math.nan
+        case 2:
+            return "seven"
+        case 3:
+            while True:
+                time.sleep(1)
+    return digits(response)
+
+
+def broken(response):
+    """Fails on every row."""
+    raise LookupError("no grader here")
