@@ -197,7 +197,7 @@ class DataConfig:
     task_size: int = 1000
     """Problems that `reasoning_gym` makes."""
     task_seed: int = 0
-    """Seed of the `reasoning_gym` problems."""
+    """Seed of the `reasoning_gym` problems; problem i is made from `task_seed + i`, so keep held-out seeds far away."""
     prompt_field: str = "prompt"
     """Field that holds the prompt: a text, or a list of chat messages."""
     answer_field: str = "answer"
