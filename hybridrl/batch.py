@@ -50,6 +50,9 @@ FIELDS: dict[str, Field] = {
     "response": Field("", object, "rollout", "decoded response, special tokens removed"),
     # written by rewards
     "rewards": Field("", torch.float32, "rewards", "score of the row; NaN where scoring failed"),
+    "outcomes": Field("", torch.float32, "loop", "rewards as the environment gave them, before shaping"),
+    "greedy_rewards": Field("", torch.float32, "loop", "reward of the likeliest response to the row's prompt"),
+    "token_rewards": Field("R", torch.float32, "loop", "rewards by token, where a penalty by token is part of them"),
     "reward_error": Field("", object, "rewards", "None, or why the row has no reward"),
     # written by the training engine
     "old_log_probs": Field("R", torch.float32, "training", "log-probs under the weights at the start of the update"),

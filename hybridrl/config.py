@@ -262,15 +262,39 @@ class Choice:
 @dataclass(kw_only=True, slots=True)
 class KLConfig:
     coefficient: float = 0.0
-    """Weight of the KL loss against the reference; 0 loads no reference model."""
+    """Weight of the KL penalty against the reference; 0 loads no reference model."""
+    place: str = "loss"
+    """`loss` adds the penalty to the loss; `reward` subtracts it from the reward, token by token."""
     estimator: str = "k3+"
-    """Entry of `KL_ESTIMATORS`."""
+    """Entry of `KL_ESTIMATORS`; `k1` is the usual one for `place=reward`."""
+
+
+@dataclass(kw_only=True, slots=True)
+class OverlongConfig:
+    penalty: float = 0.0
+    """Subtracted from the reward of a response that runs to the length limit; 0 turns it off."""
+    buffer_frac: float = 0.2
+    """Share of the length limit over which the penalty grows from 0."""
+    mask: bool = False
+    """Leave responses that the limit cut out of the loss; their rewards still count in their group."""
+
+
+@dataclass(kw_only=True, slots=True)
+class DynamicSamplingConfig:
+    enabled: bool = False
+    """Sample fresh prompts in place of groups whose rewards are all equal, which teach nothing."""
+    max_rounds: int = 10
+    """Rounds of sampling in one step; then the groups at hand are used. 0 sets no limit."""
 
 
 @dataclass(kw_only=True, slots=True)
 class AlgorithmConfig:
     responses_per_prompt: int = 8
     """Responses sampled per prompt: the group."""
+    dynamic_sampling: DynamicSamplingConfig = field(default_factory=DynamicSamplingConfig)
+    """Which groups are trained on."""
+    overlong: OverlongConfig = field(default_factory=OverlongConfig)
+    """What becomes of responses that are too long."""
     advantage: Choice = field(default_factory=lambda: Choice(name="grpo"))
     """Entry of `ADVANTAGES`."""
     loss: Choice = field(default_factory=lambda: Choice(name="ppo_clip"))
@@ -280,6 +304,9 @@ class AlgorithmConfig:
     corrections: list[Choice] = field(default_factory=lambda: [Choice(name="token_tis")])
     """Entries of `CORRECTIONS` for the gap between rollout and training log-probs; `[]` turns them off."""
     kl: KLConfig = field(default_factory=KLConfig)
+    """Penalty for leaving the reference."""
+    entropy_coefficient: float = 0.0
+    """Weight of the entropy bonus."""
     mini_batches: int = 1
     """Optimizer steps per batch."""
     epochs: int = 1
@@ -290,6 +317,16 @@ class AlgorithmConfig:
         check(self.mini_batches >= 1, "algorithm.mini_batches", self.mini_batches, "at least 1")
         check(self.epochs >= 1, "algorithm.epochs", self.epochs, "at least 1")
         check(self.kl.coefficient >= 0, "algorithm.kl.coefficient", self.kl.coefficient, "at least 0")
+        check_choice("algorithm.kl.place", self.kl.place, ("loss", "reward"))
+        check(self.overlong.penalty >= 0, "algorithm.overlong.penalty", self.overlong.penalty, "at least 0")
+        check(0 <= self.overlong.buffer_frac <= 1, "algorithm.overlong.buffer_frac", self.overlong.buffer_frac,
+              "from 0 to 1")
+        check(self.entropy_coefficient >= 0, "algorithm.entropy_coefficient", self.entropy_coefficient, "at least 0")
+        check(self.dynamic_sampling.max_rounds >= 0, "algorithm.dynamic_sampling.max_rounds",
+              self.dynamic_sampling.max_rounds, "at least 0")
+        if self.dynamic_sampling.enabled:
+            check(self.responses_per_prompt >= 2, "algorithm.responses_per_prompt", self.responses_per_prompt,
+                  "at least 2 with algorithm.dynamic_sampling.enabled=true")
 
 
 @dataclass(kw_only=True, slots=True)

@@ -8,9 +8,13 @@ The policy's two engines share the devices and take turns: `generate` runs on th
 from `log_probs` to `update` on the training engine, and `sync_weights` moves to the other side.
 """
 
+from tensordict import TensorDict
+
 from hybridrl.algorithms.algorithm import Algorithm
 from hybridrl.algorithms.batch_metrics import batch_metrics
-from hybridrl.batch import num_rows, repeat
+from hybridrl.algorithms.dynamic_sampling import GroupAccumulator
+from hybridrl.algorithms.partials import finalize
+from hybridrl.batch import concat, num_rows, repeat, select
 from hybridrl.command_line import recipe
 from hybridrl.config import GRPOConfig
 from hybridrl.controller.cluster import Cluster
@@ -56,18 +60,39 @@ def main(cfg: GRPOConfig) -> None:
         if run.restore(policy=policy, prompts=prompts) == 0 and problems is not None:
             run.log(0, evaluate(0))
 
-        for step, batch in run.steps(prompts):
-            policy.step = step
+        def rollout(step: int, batch: TensorDict, number: int = 0) -> TensorDict:
+            """Responses to a batch of prompts, scored; `number` counts the rollouts of a step."""
+            if algorithm.needs_greedy:  # ReMax: the reward of the likeliest response is the baseline
+                with run.phase("greedy"):
+                    batch["greedy_rewards"] = rewards(policy.generate(batch, temperature=0.0))["rewards"]
             batch = repeat(batch, cfg.algorithm.responses_per_prompt)
-            batch["seeds"] = row_seeds(cfg.seed, step, num_rows(batch))
+            first = number * num_rows(batch)
+            batch["seeds"] = row_seeds(cfg.seed, step, first + num_rows(batch))[first:]
             with run.phase("generate"):
                 batch = policy.generate(batch)
             with run.phase("reward"):
-                batch = rewards(batch)
+                return rewards(batch)
+
+        def refill(step: int, batch: TensorDict) -> tuple[TensorDict, dict[str, float]]:
+            """DAPO's dynamic sampling: fresh prompts in place of groups whose rewards are all equal."""
+            groups = GroupAccumulator(cfg.trainer.prompts_per_step, cfg.algorithm.dynamic_sampling.max_rounds)
+            groups.add(batch, batch["rewards"], batch["group_ids"])
+            while groups.wants_more():
+                batch = rollout(step, prompts.next_batch(cfg.trainer.prompts_per_step), groups.num_rounds)
+                groups.add(batch, batch["rewards"], batch["group_ids"])
+            metrics = finalize(groups.metrics())
+            return concat([select(piece, rows) for piece, rows in groups.take()]), metrics
+
+        for step, batch in run.steps(prompts):
+            policy.step = step
+            batch, sampling = rollout(step, batch), {}
+            if cfg.algorithm.dynamic_sampling.enabled:
+                batch, sampling = refill(step, batch)
             with run.phase("log_probs"):
                 batch = policy.log_probs(batch)
                 if reference is not None:
                     batch = reference.log_probs(batch)
+            batch = algorithm.shape(batch)
             batch["advantages"] = algorithm.advantages(batch)
             batch = algorithm.correct(batch)
             with run.phase("update"):
@@ -76,7 +101,7 @@ def main(cfg: GRPOConfig) -> None:
             with run.phase("sync"):
                 policy.sync_weights()
             metrics = batch_metrics(batch) | average(updates) | average(policy.take_metrics()) | rewards.metrics
-            run.log(step, metrics | evaluate(step))
+            run.log(step, metrics | sampling | evaluate(step))
             run.samples(step, batch)
             run.checkpoint(step, policy=policy, prompts=prompts)
 

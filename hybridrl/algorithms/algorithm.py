@@ -18,7 +18,7 @@ import torch
 from tensordict import TensorDict
 from torch import Tensor
 
-from hybridrl.algorithms.advantages import compute_advantages
+from hybridrl.algorithms.advantages import ADVANTAGES, compute_advantages
 from hybridrl.algorithms.aggregation import AGGREGATIONS, aggregate, loss_weights
 from hybridrl.algorithms.combinations import check_combination
 from hybridrl.algorithms.corrections import correct
@@ -26,6 +26,8 @@ from hybridrl.algorithms.kl import KL_ESTIMATORS, token_kl
 from hybridrl.algorithms.losses import POLICY_LOSSES, policy_loss
 from hybridrl.algorithms.metrics import policy_metrics
 from hybridrl.algorithms.partials import Partial, mean_of
+from hybridrl.algorithms.returns import place_outcome
+from hybridrl.algorithms.reward_shaping import drop_rows, kl_in_reward, overlong_penalty
 from hybridrl.algorithms.tables import Entry
 from hybridrl.batch import is_ragged, lengths, num_rows, padded, require, select, split_sizes, unpadded
 from hybridrl.config import AlgorithmConfig
@@ -62,6 +64,12 @@ class Loss:
     options: Mapping[str, Any]
     kl: Entry | None
     kl_coefficient: float
+    entropy_coefficient: float
+
+    @property
+    def needs_entropies(self) -> bool:
+        """Whether entropies must be computed for it."""
+        return self.entropy_coefficient > 0
 
     def __call__(self, log_probs: Tensor, columns: Mapping[str, Tensor],
                  entropies: Tensor | None) -> tuple[Tensor, dict[str, Partial]]:
@@ -71,7 +79,7 @@ class Loss:
         mask = columns["mask"]
         result = policy_loss(self.policy_loss.name, columns, self.options)
         moved = policy_metrics(log_probs.detach(), columns["old_log_probs"], mask,
-                               ref_log_probs=columns.get("ref_log_probs"))
+                               ref_log_probs=columns.get("ref_log_probs"), entropies=entropies)
         metrics: dict[str, Partial] = {f"policy/{name}": value for name, value in (result.metrics | moved).items()}
         loss = aggregate(result.loss, columns["loss_weights"], mask)
         if self.kl is not None:
@@ -79,6 +87,8 @@ class Loss:
             kl = token_kl(self.kl.name, log_probs, columns["ref_log_probs"], mask, columns["old_log_probs"])
             loss = loss + self.kl_coefficient * aggregate(kl, columns["loss_weights"], mask)
             metrics["policy/kl_loss"] = mean_of(kl.detach(), mask)
+        if entropies is not None and self.needs_entropies:
+            loss = loss - self.entropy_coefficient * aggregate(entropies, columns["loss_weights"], mask)
         return loss, metrics
 
 
@@ -104,12 +114,43 @@ class Algorithm:
         self.aggregation_options = dict.fromkeys(takes & {"max_response_length"}, max_response_tokens)
         self.loss: Callable[..., tuple[Tensor, dict[str, Partial]]] = Loss(
             POLICY_LOSSES[cfg.loss.name], cfg.loss.options,
-            KL_ESTIMATORS[cfg.kl.estimator] if cfg.kl.coefficient else None, cfg.kl.coefficient)
+            KL_ESTIMATORS[cfg.kl.estimator] if cfg.kl.coefficient and cfg.kl.place == "loss" else None,
+            cfg.kl.coefficient, cfg.entropy_coefficient)
+        self.max_response_tokens = max_response_tokens
 
     @property
     def needs_reference(self) -> bool:
-        """Whether the loss reads `ref_log_probs`."""
+        """Whether `ref_log_probs` are read, by the loss or by the reward."""
         return self.cfg.kl.coefficient > 0
+
+    @property
+    def needs_greedy(self) -> bool:
+        """Whether the estimator reads `greedy_rewards`: the reward of the likeliest response to each prompt."""
+        return "greedy_rewards" in ADVANTAGES[self.cfg.advantage.name].columns
+
+    def shape(self, batch: TensorDict) -> TensorDict:
+        """From the environment's rewards to the ones that are learned from; the former stay as `outcomes`.
+
+        In this order: the penalty of overlong responses, the KL penalty as `token_rewards`. Rows without a score,
+        and overlong ones when `overlong.mask` asks for it, leave the loss: their `response_mask` is cleared.
+        """
+        batch["outcomes"] = batch["rewards"]
+        overlong = self.cfg.overlong
+        if overlong.penalty:
+            batch["rewards"] = batch["rewards"] + overlong_penalty(
+                lengths(batch["response_ids"]), max_response_length=self.max_response_tokens,
+                buffer=round(overlong.buffer_frac * self.max_response_tokens), factor=overlong.penalty)
+        dropped = ~batch["rewards"].isfinite()
+        if overlong.mask:
+            dropped |= torch.tensor([reason == "length" for reason in batch["finish_reason"]], dtype=torch.bool)
+        columns = padded_columns(batch)
+        if self.cfg.kl.coefficient and self.cfg.kl.place == "reward":
+            placed = place_outcome(columns["rewards"], columns["mask"])
+            penalised = kl_in_reward(placed, columns["old_log_probs"], columns["ref_log_probs"], columns["mask"],
+                                     kl_coef=self.cfg.kl.coefficient, estimator=self.cfg.kl.estimator)
+            batch["token_rewards"] = unpadded(penalised, like=batch["response_ids"])
+        batch["response_mask"] = unpadded(drop_rows(columns["mask"], dropped), like=batch["response_ids"])
+        return batch
 
     def advantages(self, batch: TensorDict) -> Tensor:
         """Advantage of every response token of the whole batch, ragged like `response_ids`."""

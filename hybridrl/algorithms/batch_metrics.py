@@ -14,9 +14,9 @@ from hybridrl.batch import require
 def batch_metrics(batch: TensorDict) -> dict[str, float]:
     """Metrics of a whole batch after advantages and corrections.
 
-    Names are `reward/...`, `response/...`, `group/...`, `advantage/...`, `mismatch/...` (rollout against training
-    log-probs; `mismatch/max_gap` is the largest difference of any token) and `version/min`, `version/max` of the
-    weights that sampled it.
+    Names are `reward/...` (the environment's), `shaped_reward/...`, `response/...`, `group/...`, `advantage/...`,
+    `mismatch/...` (rollout against training log-probs; `mismatch/max_gap` is the largest difference of any token) and
+    `version/min`, `version/max` of the weights that sampled it.
 
     Raises BatchError when a column is missing.
     """
@@ -29,9 +29,10 @@ def batch_metrics(batch: TensorDict) -> dict[str, float]:
     gap = torch.where(mask, (old - rollout).abs(), 0.0)
     versions = columns["weight_versions"]
     named: dict[str, dict[str, Partial]] = {
-        "reward": _without("reward_", reward_metrics(columns["rewards"])),
+        "reward": _without("reward_", reward_metrics(columns.get("outcomes", columns["rewards"]))),
+        "shaped_reward": _without("reward_", reward_metrics(columns["rewards"])),
         "response": _without("response_", length_metrics(mask, truncated=truncated)),
-        "group": _without("group_", group_metrics(columns["rewards"], columns["group_ids"])),
+        "group": _without("group_", group_metrics(columns.get("outcomes", columns["rewards"]), columns["group_ids"])),
         "advantage": _without("advantage_", advantage_metrics(columns["advantages"], mask)),
         "mismatch": mismatch_metrics(
             old, rollout, mask, None if weights is None else Correction(weights, mask & (weights > 0))),

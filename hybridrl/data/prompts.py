@@ -73,7 +73,7 @@ class PromptSet:
         first = {ids.tobytes(): i for i, ids in reversed(list(enumerate(self.prompt_ids)))}
         kept = sorted(i for ids, i in first.items() if ids not in seen)
         if not kept:
-            raise DataError(f"none of the {len(self)} evaluation prompts is held out: all are in the training data too.")
+            raise DataError(f"none of the {len(self)} evaluation prompts is held out: all are trained on.")
         counts = self.counts | {"rows": len(kept), "trained": sum(ids.tobytes() in seen for ids in self.prompt_ids)}
         counts["repeated"] = len(self) - len(kept) - counts["trained"]
         columns = (self.prompts, self.prompt_ids, self.response_ids, self.answers, self.tasks)

@@ -21,7 +21,8 @@ class Rewarder:
     no finite number, runs longer than cfg.timeout_s or ends its process) has reward NaN and a reason, never 0.
 
     `metrics` describes the last batch: reward/failed and reward/timed_out in rows (the second is part of the first),
-    time/reward_workers (seconds), and with several functions the mean score of each over the scored rows, reward/<function>.
+    time/reward_workers in seconds, and with several functions the mean score of each over the scored rows,
+    reward/<function>.
 
     Raises ConfigError: an unknown function or option, an import that fails. No process starts before the first batch.
     """

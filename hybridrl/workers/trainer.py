@@ -49,12 +49,13 @@ class TrainerWorker(Worker):
 
         Args:
             batch: `prompt_ids`, `response_ids` and the columns that `loss` reads.
-            loss: gives the partial loss of some rows, with coefficients that count the whole batch.
+            loss: gives the partial loss of some rows, with coefficients that count the whole batch; it gets
+                entropies when it has an attribute `needs_entropies` that is true.
         Returns:
             `train/loss`, `train/grad_norm`, `train/lr`, ... and the loss function's own metrics.
         """
         self.enter_training()
-        metrics = self.training.update(batch, loss, self.temperature)
+        metrics = self.training.update(batch, loss, self.temperature, getattr(loss, "needs_entropies", False))
         return {name if "/" in name else f"train/{name}": value for name, value in metrics.items()}
 
     @to_all
