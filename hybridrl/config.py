@@ -278,6 +278,11 @@ class OverlongConfig:
     mask: bool = False
     """Leave responses that the limit cut out of the loss; their rewards still count in their group."""
 
+    def validate(self) -> None:
+        key = "algorithm.overlong"
+        check(self.penalty >= 0, f"{key}.penalty", self.penalty, "at least 0")
+        check(0 <= self.buffer_frac <= 1, f"{key}.buffer_frac", self.buffer_frac, "from 0 to 1")
+
 
 @dataclass(kw_only=True, slots=True)
 class DynamicSamplingConfig:
@@ -285,6 +290,9 @@ class DynamicSamplingConfig:
     """Sample fresh prompts in place of groups whose rewards are all equal, which teach nothing."""
     max_rounds: int = 10
     """Rounds of sampling in one step; then the groups at hand are used. 0 sets no limit."""
+
+    def validate(self) -> None:
+        check(self.max_rounds >= 0, "algorithm.dynamic_sampling.max_rounds", self.max_rounds, "at least 0")
 
 
 @dataclass(kw_only=True, slots=True)
@@ -318,12 +326,7 @@ class AlgorithmConfig:
         check(self.epochs >= 1, "algorithm.epochs", self.epochs, "at least 1")
         check(self.kl.coefficient >= 0, "algorithm.kl.coefficient", self.kl.coefficient, "at least 0")
         check_choice("algorithm.kl.place", self.kl.place, ("loss", "reward"))
-        check(self.overlong.penalty >= 0, "algorithm.overlong.penalty", self.overlong.penalty, "at least 0")
-        check(0 <= self.overlong.buffer_frac <= 1, "algorithm.overlong.buffer_frac", self.overlong.buffer_frac,
-              "from 0 to 1")
         check(self.entropy_coefficient >= 0, "algorithm.entropy_coefficient", self.entropy_coefficient, "at least 0")
-        check(self.dynamic_sampling.max_rounds >= 0, "algorithm.dynamic_sampling.max_rounds",
-              self.dynamic_sampling.max_rounds, "at least 0")
         if self.dynamic_sampling.enabled:
             check(self.responses_per_prompt >= 2, "algorithm.responses_per_prompt", self.responses_per_prompt,
                   "at least 2 with algorithm.dynamic_sampling.enabled=true")

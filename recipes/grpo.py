@@ -85,7 +85,8 @@ def main(cfg: GRPOConfig) -> None:
 
         for step, batch in run.steps(prompts):
             policy.step = step
-            batch, sampling = rollout(step, batch), {}
+            batch = rollout(step, batch)
+            sampling = {}
             if cfg.algorithm.dynamic_sampling.enabled:
                 batch, sampling = refill(step, batch)
             with run.phase("log_probs"):

@@ -59,7 +59,7 @@ def test_every_recipe_loads_with_its_required_options_only(recipe):
 @pytest.mark.parametrize("choice", groups_of("grpo")["algorithm"])
 def test_every_algorithm_loads(choice):
     algorithm = grpo(f"algorithm={choice}").algorithm
-    assert choice in (algorithm.advantage.name, algorithm.loss.name)
+    assert choice in (algorithm.advantage.name, algorithm.loss.name, "dapo")
     Algorithm(algorithm, max_response_tokens=8)
 
 
@@ -155,7 +155,7 @@ def test_a_config_class_of_the_user_may_have_more_options():
         ("steps=3", "Unknown option 'steps'. Did you mean trainer.steps?"),
         ("tariner.steps=3", "Unknown option 'tariner.steps'. Did you mean trainer.steps?"),
         ("algorithm.kl.zzz=3", "Unknown option 'algorithm.kl.zzz'. Choices: algorithm.kl.coefficient, "
-                               "algorithm.kl.estimator."),
+                               "algorithm.kl.place, algorithm.kl.estimator."),
         ("zzz=3", "Unknown option 'zzz'. Choices: " + ", ".join(f.name for f in dataclasses.fields(GRPOConfig)) + "."),
         ("hydra.run.dir=x", "Unknown option 'hydra.run.dir'."),
         ("reward.functions.0.nam=x", "Did you mean reward.functions[].name?"),

@@ -418,7 +418,8 @@ def test_held_out_leaves_out_what_was_trained_on_and_repeats(tmp_path):
     trained = prompts("trained", ["a", "b"])
     kept = prompts("offered", ["c", "a", "d", "c", "a"]).held_out(trained)
     assert (kept.prompts, kept.answers, kept.response_ids) == (["c", "d"], ["C", "D"], [])
-    assert [ids.tolist() for ids in kept.prompt_ids] == [ids.tolist() for ids in prompts("again", ["c", "d"]).prompt_ids]
+    again = prompts("again", ["c", "d"])
+    assert [ids.tolist() for ids in kept.prompt_ids] == [ids.tolist() for ids in again.prompt_ids]
     assert kept.counts == {"rows": 2, "overlong": 0, "malformed": 0, "trained": 2, "repeated": 1}
     assert kept.batch(range(2))["answer"] == ["C", "D"]
     with pytest.raises(DataError, match="none of the 2 evaluation prompts is held out"):
