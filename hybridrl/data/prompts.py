@@ -76,8 +76,11 @@ class PromptSet:
             raise DataError(f"none of the {len(self)} evaluation prompts is held out: all are trained on.")
         counts = self.counts | {"rows": len(kept), "trained": sum(ids.tobytes() in seen for ids in self.prompt_ids)}
         counts["repeated"] = len(self) - len(kept) - counts["trained"]
-        columns = (self.prompts, self.prompt_ids, self.response_ids, self.answers, self.tasks)
-        return PromptSet(*([column[i] for i in kept] if column else [] for column in columns), counts, self.fingerprint)
+        def pick(column: list[Any]) -> list[Any]:
+            return [column[i] for i in kept] if column else []
+
+        return PromptSet(pick(self.prompts), pick(self.prompt_ids), pick(self.response_ids), pick(self.answers),
+                         pick(self.tasks), counts, self.fingerprint)
 
 
 @dataclass(slots=True)

@@ -15,7 +15,7 @@ import pytest
 import recipes.evaluate
 import recipes.grpo
 import recipes.sft
-from tests.models import tiny_model, tiny_tokenizer
+from tests.models import tiny_tokenizer
 from tests.recipes.command import metrics, samples, write_jsonl
 
 pytestmark = pytest.mark.slow
