@@ -161,7 +161,8 @@ def names_of_the_recipe():
         return score(Stub().generate(batch.repeat(drawn, cfg.algorithm.responses_per_prompt)))
 
     return {"cfg": cfg, "rollout": rollout, "algorithm": Algorithm(cfg.algorithm, 16), "policy": Stub(),
-            "prompts": prompts, "run": steps, "step": 1, "batch": prompts.next_batch(2), "rewards": score, "rewarder": score, "row_seeds": row_seeds,
+            "prompts": prompts, "run": steps, "step": 1, "batch": prompts.next_batch(2), "rewards": score,
+            "rewarder": score, "row_seeds": row_seeds,
             "padded_columns": padded_columns, "num_rows": num_rows, "repeat": batch.repeat, "unpadded": batch.unpadded}
 
 
