@@ -46,6 +46,8 @@ def test_a_picture_is_drawn(tmp_path):
     file.write_text("".join(to_line(i, {"reward/mean": i / 10, **({"eval/accuracy": 0.5} if i % 2 else {})}) + "\n"
                             for i in range(6)))
     plot_metrics(file, tmp_path / "curve.png", {"reward": "reward/mean", "held out": "eval/accuracy"}, title="t")
+    plot_metrics({"one": file, "two": file}, tmp_path / "both.png", {"reward": "reward/mean"})
+    assert (tmp_path / "both.png").read_bytes().startswith(b"\x89PNG")
     assert (tmp_path / "curve.png").read_bytes()[:4] == b"\x89PNG"
     with pytest.raises(DataError, match="Unknown metric 'reward/maen'. Did you mean reward/mean"):
         plot_metrics(file, tmp_path / "x.png", {"reward": "reward/maen"})
