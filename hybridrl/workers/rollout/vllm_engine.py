@@ -41,7 +41,7 @@ class VLLMEngine(RolloutEngine):
         os.environ.setdefault("VLLM_NO_USAGE_STATS", "1")
         os.environ.setdefault("VLLM_CPU_OMP_THREADS_BIND", "nobind")
         os.environ.setdefault("VLLM_LOGGING_LEVEL", "ERROR")
-        os.environ["VLLM_CPU_KVCACHE_SPACE"] = str(max(1, round(cfg.kv_cache_gib)))
+        os.environ.pop("VLLM_CPU_KVCACHE_SPACE", None)  # whole GiB only, and it would win over the option below
         from vllm import LLM  # seconds to import, and only this engine needs it
 
         self.cuda = device.type == "cuda"
@@ -51,6 +51,8 @@ class VLLMEngine(RolloutEngine):
         options: dict[str, Any] = {"enforce_eager": cfg.enforce_eager or not self.cuda}
         if self.cuda:
             options |= {"enable_sleep_mode": True, "gpu_memory_utilization": cfg.gpu_memory_frac}
+        else:
+            options["kv_cache_memory_bytes"] = int(cfg.kv_cache_gib * 2**30)
         try:
             self.llm = LLM(
                 model=str(model_path), dtype=rollout_dtype(cfg, device), load_format="dummy",
