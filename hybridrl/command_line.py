@@ -37,10 +37,10 @@ def recipe(name: str, config_class: type[Config]) -> Callable[[Callable[[Config]
             except HybridRLError as error:
                 print(f"{name}: {error}", file=sys.stderr)
                 if isinstance(error, WorkerError) and not isinstance(error.__cause__, HybridRLError):
-                    print(error.remote_traceback, end="", file=sys.stderr)
+                    print(error.remote_traceback.rstrip("\n"), file=sys.stderr)
                 sys.exit(2 if isinstance(error, ConfigError) else 1)
             except KeyboardInterrupt as stop:
-                print(f"{name}: {stop or 'interrupted'}", file=sys.stderr)
+                print(f"{name}: {str(stop) or 'interrupted'}", file=sys.stderr)
                 sys.exit(130)
 
         return main
