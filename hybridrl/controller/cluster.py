@@ -4,11 +4,14 @@ import atexit
 import logging
 import os
 import shutil
+import signal
 import socket
 import sys
 import tempfile
+import threading
 import traceback
-from contextlib import ExitStack
+from collections.abc import Iterator
+from contextlib import ExitStack, contextmanager
 from pathlib import Path
 from types import TracebackType
 from typing import Any
@@ -110,8 +113,9 @@ class Cluster:
 
     def _join(self, ray: Any) -> None:
         try:
-            ray.init(address=self.cfg.address, log_to_driver=False, logging_level="ERROR",
-                     runtime_env={"env_vars": WORKER_ENV})
+            with deferred_interrupt():
+                ray.init(address=self.cfg.address, log_to_driver=False, logging_level="ERROR",
+                         runtime_env={"env_vars": WORKER_ENV})
         except (ConnectionError, ValueError, RuntimeError) as error:
             refused = "InvalidAuthToken" in "".join(traceback.format_exception(error))
             hint = "it asks for a token: set RAY_AUTH_MODE=token, and RAY_AUTH_TOKEN or ~/.ray/auth_token"
@@ -171,8 +175,9 @@ def start_ray(num_cpus: int) -> str:
     before = {name: os.environ.get(name) for name in env}
     os.environ.update(env)
     try:
-        ray.init(address="local", num_cpus=num_cpus, include_dashboard=False, log_to_driver=False,
-                 logging_level="ERROR", object_store_memory=min(1 << 30, memory // 10), _temp_dir=temp_dir)
+        with deferred_interrupt():
+            ray.init(address="local", num_cpus=num_cpus, include_dashboard=False, log_to_driver=False,
+                     logging_level="ERROR", object_store_memory=min(1 << 30, memory // 10), _temp_dir=temp_dir)
     except BaseException:
         ray.shutdown()
         shutil.rmtree(temp_dir, ignore_errors=True)
@@ -184,6 +189,31 @@ def start_ray(num_cpus: int) -> str:
             else:
                 os.environ[name] = value
     return temp_dir
+
+
+@contextmanager
+def deferred_interrupt() -> Iterator[None]:
+    """Hold back the first Ctrl-C or SIGTERM until the end of the block; the second one comes through at once.
+
+    Inside `ray.init` it would leave a Ray that `ray.shutdown` does not know and that crashes the process at exit.
+    """
+    received: list[int] = []
+
+    def hold(number: int, frame: object) -> None:
+        received.append(number)
+        if len(received) > 1:
+            raise KeyboardInterrupt
+
+    main = threading.current_thread() is threading.main_thread()
+    before = {number: signal.signal(number, hold) for number in (signal.SIGINT, signal.SIGTERM) if main}
+    try:
+        yield
+    finally:
+        for number, handler in before.items():
+            if signal.getsignal(number) is hold:  # Ray may have set one of its own
+                signal.signal(number, handler)
+    if received:
+        signal.raise_signal(received[0])
 
 
 def preloaded() -> dict[str, str]:

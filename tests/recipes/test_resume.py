@@ -99,3 +99,25 @@ def test_killed_in_mid_step_and_extended(start, run, words, unbroken, gate, tmp_
     assert "option changed: trainer.steps: 3 -> 4" in extended.out
     compare(folder, unbroken)
     assert saved(folder) == ["step_000004", "step_000003"]
+
+
+def test_ctrl_c_while_ray_starts(start, grpo, tmp_path):
+    """Inside `ray.init`, which must not be cut in two: nothing is left, and the folder can be used again."""
+    words = [*grpo, "cluster.backend=ray", "cluster.ranks=2", f"trainer.run_dir={tmp_path / 'run'}"]
+    command = start(*words)
+    ends = time.monotonic() + TIMEOUT_S
+    while not any(b"raylet" in command_line(process) for process in command.processes()):
+        assert command.process.poll() is None and time.monotonic() < ends, command.out + command.err
+        time.sleep(0.02)
+    os.killpg(command.process.pid, signal.SIGINT)
+    assert command.wait() == 130
+    assert command.err.splitlines() == ["grpo: interrupted"]
+    assert command.left(grace_s=60) == []
+    assert metrics(tmp_path / "run") == {} and saved(tmp_path / "run") == []
+
+
+def command_line(process: int) -> bytes:
+    try:
+        return Path(f"/proc/{process}/cmdline").read_bytes()
+    except OSError:  # it has just ended
+        return b""

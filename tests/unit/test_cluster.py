@@ -1,0 +1,63 @@
+"""Ctrl-C while Ray starts: it must neither be lost nor cut `ray.init` in two."""
+
+import signal
+import threading
+
+import pytest
+
+from hybridrl.controller.cluster import deferred_interrupt
+
+
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
+def test_the_first_signal_waits_for_the_end_of_the_block(number):
+    seen = []
+    before = signal.signal(number, lambda *_: seen.append("handler"))
+    try:
+        with deferred_interrupt():
+            signal.raise_signal(number)
+            seen.append("end of the block")
+        assert seen == ["end of the block", "handler"]
+        signal.raise_signal(number)
+        assert seen[2:] == ["handler"], "the handler is back"
+    finally:
+        signal.signal(number, before)
+
+
+def test_the_second_signal_comes_through():
+    with pytest.raises(KeyboardInterrupt), deferred_interrupt():
+        signal.raise_signal(signal.SIGINT)
+        signal.raise_signal(signal.SIGINT)
+        pytest.fail("the block went on")
+    assert signal.getsignal(signal.SIGINT) is signal.default_int_handler
+
+
+def test_an_error_of_the_block_is_the_one_that_counts():
+    with pytest.raises(ZeroDivisionError), deferred_interrupt():
+        signal.raise_signal(signal.SIGINT)
+        raise ZeroDivisionError
+
+
+def test_a_handler_set_in_the_block_stays():
+    def rays_own(number, frame):
+        raise AssertionError
+
+    before = signal.getsignal(signal.SIGTERM)
+    try:
+        with deferred_interrupt():
+            signal.signal(signal.SIGTERM, rays_own)
+        assert signal.getsignal(signal.SIGTERM) is rays_own
+    finally:
+        signal.signal(signal.SIGTERM, before)
+
+
+def test_other_threads_change_no_handler():
+    handlers = []
+
+    def work():
+        with deferred_interrupt():
+            handlers.append(signal.getsignal(signal.SIGINT))
+
+    thread = threading.Thread(target=work)
+    thread.start()
+    thread.join(10)
+    assert handlers == [signal.getsignal(signal.SIGINT)]
