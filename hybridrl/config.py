@@ -6,6 +6,7 @@ docstring beneath a field is its documentation: docs/configuration.md is made fr
 """
 
 import inspect
+import math
 from dataclasses import dataclass, field, fields, is_dataclass
 from pathlib import Path
 from typing import Any
@@ -23,6 +24,16 @@ def check_choice(key: str, value: str, choices: tuple[str, ...]) -> None:
     """Raise ConfigError with near matches unless `value` is one of `choices`."""
     if value not in choices:
         raise ConfigError(f"{key}: " + unknown("choice", value, choices))
+
+
+def check_temperature(key: str, value: float) -> None:
+    """Raise ConfigError unless both engines sample at this temperature; vLLM silently raises smaller ones to 0.01."""
+    check(value == 0 or 0.01 <= value <= 2, key, value, "0, or from 0.01 to 2")
+
+
+def check_seed(value: int) -> None:
+    """Raise ConfigError unless every generator takes this seed; vLLM's have the narrowest range."""
+    check(0 <= value < 2**32, "seed", value, f"from 0 to {2**32 - 1}")
 
 
 def validate_all(config: Any, key: str = "") -> None:
@@ -106,7 +117,7 @@ class TrainingConfig:
 
     def validate(self) -> None:
         key = "policy.training"
-        check(self.learning_rate >= 0, f"{key}.learning_rate", self.learning_rate, "at least 0")
+        check(0 <= self.learning_rate < math.inf, f"{key}.learning_rate", self.learning_rate, "at least 0 and finite")
         check(self.warmup_steps >= 0, f"{key}.warmup_steps", self.warmup_steps, "at least 0")
         check_choice(f"{key}.schedule", self.schedule, ("constant", "linear", "cosine"))
         if self.schedule != "constant":
@@ -153,7 +164,7 @@ class RolloutConfig:
             check(self.tensor_parallel == 1, f"{key}.tensor_parallel", self.tensor_parallel,
                   "1 with engine=transformers")
         check_choice(f"{key}.dtype", self.dtype, ("auto", "float32", "bfloat16"))
-        check(self.temperature >= 0, f"{key}.temperature", self.temperature, "at least 0")
+        check_temperature(f"{key}.temperature", self.temperature)
         check(self.max_prompt_tokens >= 1, f"{key}.max_prompt_tokens", self.max_prompt_tokens, "at least 1")
         check(self.max_response_tokens >= 1, f"{key}.max_response_tokens", self.max_response_tokens, "at least 1")
         check(self.max_running >= 1, f"{key}.max_running", self.max_running, "at least 1")
@@ -166,7 +177,8 @@ class SyncConfig:
     bucket_mib: int = 64
     """Weights gathered at a time, in MiB; one larger tensor gets a bucket of its own."""
     fingerprint_tokens: int = 16
-    """Tokens whose log-probs of the two engines are compared after each sync; 0 turns the comparison off."""
+    """Tokens whose log-probs of the two engines are compared after each sync, fewer where prompt and response are
+    shorter; 0 turns the comparison off."""
     max_gap: float = 0.0
     """Largest accepted log-prob gap of that comparison; 0 means 1e-3 in float32 and 0.5 in bfloat16."""
 
@@ -234,6 +246,9 @@ class RewardFunctionConfig:
     """Weight in the sum of all functions."""
     options: dict[str, Any] = field(default_factory=dict)
     """Keyword arguments handed to the function."""
+
+    def validate(self, key: str) -> None:
+        check(math.isfinite(self.weight), f"{key}.weight", self.weight, "finite")
 
 
 @dataclass(kw_only=True, slots=True)
@@ -366,7 +381,7 @@ class TrainerConfig:
             check(getattr(self, name) >= 0, f"trainer.{name}", getattr(self, name), "at least 0")
         for name in ("eval_samples", "eval_prompts", "keep_checkpoints"):
             check(getattr(self, name) >= 1, f"trainer.{name}", getattr(self, name), "at least 1")
-        check(self.eval_temperature >= 0, "trainer.eval_temperature", self.eval_temperature, "at least 0")
+        check_temperature("trainer.eval_temperature", self.eval_temperature)
         for tracker in self.trackers:
             check_choice("trainer.trackers", tracker, ("tensorboard", "wandb", "mlflow"))
 
@@ -410,6 +425,7 @@ class GRPOConfig:
     """Steps, run folder, evaluation, checkpoints, trackers."""
 
     def validate(self) -> None:
+        check_seed(self.seed)
         ranks, shared = self.cluster.ranks, self.policy.rollout.tensor_parallel
         check(ranks % shared == 0, "cluster.ranks", ranks, f"a multiple of policy.rollout.tensor_parallel={shared}")
         temperature = self.policy.rollout.temperature
@@ -447,6 +463,7 @@ class SFTConfig:
     """Steps, run folder, checkpoints, trackers."""
 
     def validate(self) -> None:
+        check_seed(self.seed)
         check(self.max_tokens >= 2, "max_tokens", self.max_tokens, "at least 2")
 
 
@@ -474,6 +491,7 @@ class EvaluateConfig:
     """JSONL file for the scored responses; empty writes none."""
 
     def validate(self) -> None:
+        check_seed(self.seed)
         ranks, shared = self.cluster.ranks, self.policy.rollout.tensor_parallel
         check(ranks % shared == 0, "cluster.ranks", ranks, f"a multiple of policy.rollout.tensor_parallel={shared}")
         check(self.max_prompts >= 0, "max_prompts", self.max_prompts, "at least 0")

@@ -106,7 +106,8 @@ class LineFile:
     def cut(self, step: int) -> None:
         """Drop the lines after `step`, and an unfinished last one."""
         self._file.close()
-        kept = [line for line in self.path.read_text().splitlines() if _step_of(line) <= step]
+        # not splitlines(): a response may hold other characters that it would break a line at
+        kept = [line for line in self.path.read_text(errors="replace").split("\n") if _step_of(line) <= step]
         _replace(self.path, "".join(line + "\n" for line in kept))
         self._file = open(self.path, "a")  # noqa: SIM115 - closed by close()
 
@@ -125,6 +126,6 @@ def _replace(path: Path, text: str) -> None:
 
 def _step_of(line: str) -> float:
     try:
-        return json.loads(line)["step"]
-    except (ValueError, KeyError):
+        return float(json.loads(line)["step"])
+    except (ValueError, KeyError, TypeError):
         return float("inf")

@@ -108,7 +108,9 @@ class PolicyWorker(TrainerWorker):
         """
         self.version += self.changed
         self.metrics |= sync_weights(self.training, self.rollout, self.cfg.sync, self.dtype, self.version)
-        ids = fingerprint_ids(self.cfg.sync.fingerprint_tokens, len(self.tokenizer))
+        context = self.cfg.rollout.max_prompt_tokens + self.cfg.rollout.max_response_tokens
+        # the engine holds one token of context before them and makes one after
+        ids = fingerprint_ids(min(self.cfg.sync.fingerprint_tokens, context - 2), len(self.tokenizer))
         trained = training_log_probs(self.training, ids) if len(ids) > 1 else None
         self.training.offload()
         self.rollout.wake_cache()

@@ -19,6 +19,7 @@ import yaml
 from hybridrl.batch import make_batch
 from hybridrl.config import ClusterConfig, TrainerConfig
 from hybridrl.controller.run import Run
+from hybridrl.controller.run_folder import LineFile
 from hybridrl.errors import CheckpointError, ConfigError
 from hybridrl.metrics import deterministic, read_metrics
 from tests.unit.fakes import Policy, Prompts
@@ -233,6 +234,24 @@ def test_a_line_cut_by_a_crash_is_dropped(tmp_path):
         out.write('{"step": 2, "rew')
     train(config(tmp_path / "run", steps=3))
     assert [line["step"] for line in lines(tmp_path / "run")] == [1, 2, 3]
+
+
+@pytest.mark.parametrize("damage", [b"5\n", b"null\n", b"[]\n", b'{"step": "x"}\n', b"\xff\xfe\n"])
+def test_a_damaged_line_is_dropped_on_resume(tmp_path, damage):
+    train(config(tmp_path / "run", steps=2))
+    with open(tmp_path / "run" / "metrics.jsonl", "ab") as out:
+        out.write(damage)
+    train(config(tmp_path / "run", steps=3))
+    assert [line["step"] for line in lines(tmp_path / "run")] == [1, 2, 3]
+
+
+def test_a_sample_with_other_line_breaks_survives_a_resume(tmp_path):
+    file = LineFile(tmp_path / "samples.jsonl")
+    line = json.dumps({"step": 1, "response": "a\x85b\u2028c\u2029"}, ensure_ascii=False)
+    file.write(line)
+    file.cut(1)
+    file.close()
+    assert file.path.read_text(encoding="utf-8") == line + "\n"
 
 
 def test_changed_options_are_named_on_resume(tmp_path, capsys):

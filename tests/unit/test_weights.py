@@ -10,8 +10,11 @@ from safetensors.torch import load_file
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import Replicate, Shard, distribute_tensor
 
+from hybridrl.config import SyncConfig
+from hybridrl.errors import SyncError
 from hybridrl.workers.weights.buckets import full_buckets
 from hybridrl.workers.weights.names import checkpoint_buckets, tied_names
+from hybridrl.workers.weights.sync import check_gap
 from tests.models import KINDS, tiny_model
 
 
@@ -155,3 +158,18 @@ def test_shards_of_two_ranks_become_whole(tmp_path):
     assert ended, "the ranks wait for each other"
     assert failures.empty(), failures.get()
     assert [process.exitcode for process in processes.processes] == [0, 0]
+
+
+# The gap between the engines
+
+
+@pytest.mark.parametrize("gap, max_gap, message", [
+    (0.9e-3, 0.0, None), (1.1e-3, 0.0, "differ by 0.0011, more than the accepted 0.001"),
+    (1.1e-3, 1.0, None), (torch.inf, 1.0, "log-probs are not finite: training has diverged"),
+])
+def test_a_gap_is_accepted_or_refused_with_its_reason(gap, max_gap, message):
+    if message is None:
+        return check_gap(gap, SyncConfig(max_gap=max_gap), torch.float32, version=7)
+    with pytest.raises(SyncError, match=message) as caught:
+        check_gap(gap, SyncConfig(max_gap=max_gap), torch.float32, version=7)
+    assert "weight sync 7" in str(caught.value)

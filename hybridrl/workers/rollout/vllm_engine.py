@@ -61,7 +61,11 @@ class VLLMEngine(RolloutEngine):
                 skip_tokenizer_init=True, logprobs_mode="processed_logprobs", seed=seed,
                 trust_remote_code=trust_remote_code, disable_log_stats=True, **options)
         except (ValueError, ImportError, NotImplementedError) as error:
-            raise ModelError(f"vLLM can't run {model_path}: {_first_line(error)} "
+            if "greater than the derived max_model_len" in str(error):
+                longest = cfg.max_prompt_tokens + cfg.max_response_tokens
+                raise ConfigError(f"policy.rollout.max_prompt_tokens + max_response_tokens must be at most the context "
+                                  f"of the model, got {longest}: {_one_line(error).partition('. ')[0]}.") from error
+            raise ModelError(f"vLLM can't run {model_path}: {_one_line(error)} "
                              "policy.rollout.engine=transformers runs models that vLLM lacks.") from error
         if shared_memory:
             _unlink_shared_memory(shared_memory)
@@ -273,6 +277,8 @@ def _incomplete_layers(model: torch.nn.Module) -> list[str]:
     return incomplete
 
 
-def _first_line(error: BaseException) -> str:
+def _one_line(error: BaseException) -> str:
+    """The line that gives the reason: of a pydantic error the one after its heading, else the last."""
     lines = [line.strip() for line in str(error).splitlines() if line.strip()]
-    return (lines[-1] if lines else type(error).__name__).rstrip(".") + "."
+    reasons = [line.partition(" [type=")[0] for line in lines if line.startswith("Value error, ")]
+    return ([type(error).__name__, *lines, *reasons][-1]).removeprefix("Value error, ").rstrip(".") + "."

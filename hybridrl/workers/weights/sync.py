@@ -1,5 +1,6 @@
 """One weight sync: FSDP shards to the rollout engine, and a check that both engines mean the same model."""
 
+import math
 import time
 from collections.abc import Iterator
 
@@ -69,6 +70,9 @@ def largest_gap(scored: list[float], trained: Tensor) -> float:
 def check_gap(gap: float, cfg: SyncConfig, dtype: torch.dtype, version: int) -> None:
     """Raise SyncError when the fingerprint's gap is above what `cfg` (or the dtype) accepts."""
     accepted = cfg.max_gap or DEFAULT_GAP[dtype]
+    if math.isinf(gap):
+        raise SyncError(f"after weight sync {version} log-probs are not finite: training has diverged "
+                        "(policy.training.learning_rate), or the weights it started from are damaged.")
     if not gap <= accepted:
         raise SyncError(f"after weight sync {version} the engines' log-probs differ by {gap:.3g}, more than the "
                         f"accepted {accepted:g} (policy.sync.max_gap): the rollout engine has other weights.")
