@@ -143,6 +143,11 @@ def test_data_that_cannot_be_used(refusal, grpo, tmp_path, rows, words, message)
     assert code == 1 and line.startswith("grpo: ") and str(file) in line and message in line
 
 
+def test_evaluation_on_the_training_prompts_is_refused(refusal, grpo, sums, tmp_path):
+    code, (line,) = refusal([*grpo, f"eval_data.path={sums}", f"trainer.run_dir={tmp_path / 'run'}"])
+    assert code == 1 and line == "grpo: none of the 10 evaluation prompts is held out: all are trained on."
+
+
 # Rewards
 
 
@@ -241,7 +246,8 @@ def test_damaged_checkpoints_are_passed_over(run, start, sft, four_steps, tmp_pa
 def own_mounts() -> list[str] | None:
     """A command prefix under which this user may mount; None where the system allows no such thing."""
     for prefix in (["unshare", "-rm"], ["unshare", "-m"]):
-        if shutil.which("unshare") and subprocess.run([*prefix, "true"], capture_output=True, timeout=20).returncode == 0:
+        tried = [*prefix, "mount", "-t", "tmpfs", "none", "/mnt"]
+        if shutil.which("unshare") and not subprocess.run(tried, capture_output=True, timeout=20).returncode:
             return prefix
     return None
 
