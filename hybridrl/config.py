@@ -150,7 +150,7 @@ class RolloutConfig:
     max_running: int = 256
     """Sequences decoded at a time by one engine."""
     kv_cache_gib: float = 1.0
-    """Key-value cache of one engine on CPU, in GiB."""
+    """Largest key-value cache of one engine on CPU, in GiB; less is taken where `max_running` sequences need less."""
     gpu_memory_frac: float = 0.6
     """Share of a GPU's memory that one engine may use (CUDA)."""
     enforce_eager: bool = False

@@ -2,7 +2,7 @@
 
 On CPU vLLM packs GEMM weights and drops the plain ones, so a sync goes through its layerwise reload, which
 restores, loads and packs one layer at a time. That reload neither raises when a weight never arrives nor knows
-that a tied head is packed apart from its embedding: `_check_complete` looks at what each layer received.
+that a tied head is packed apart from its embedding: `_incomplete_layers` looks at what each layer received.
 """
 
 import os
@@ -13,10 +13,14 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
+from transformers import AutoConfig
 
 from hybridrl.config import RolloutConfig
 from hybridrl.errors import ConfigError, ModelError, SyncError
 from hybridrl.workers.rollout.engine import Bucket, Completion, Orders, Request, RolloutEngine
+
+CPU_BLOCK = 128
+"""Tokens of a KV-cache block on CPU, at most: a sequence takes whole blocks."""
 
 
 class VLLMEngine(RolloutEngine):
@@ -52,7 +56,7 @@ class VLLMEngine(RolloutEngine):
         if self.cuda:
             options |= {"enable_sleep_mode": True, "gpu_memory_utilization": cfg.gpu_memory_frac}
         else:
-            options["kv_cache_memory_bytes"] = int(cfg.kv_cache_gib * 2**30)
+            options["kv_cache_memory_bytes"] = _cache_bytes(model_path, cfg, trust_remote_code)
         try:
             self.llm = LLM(
                 model=str(model_path), dtype=rollout_dtype(cfg, device), load_format="dummy",
@@ -161,6 +165,23 @@ def rollout_dtype(cfg: RolloutConfig, device: torch.device) -> str:
     if cfg.dtype != "auto":
         return cfg.dtype
     return "bfloat16" if device.type == "cuda" else "float32"
+
+
+def _cache_bytes(model_path: Path, cfg: RolloutConfig, trust_remote_code: bool) -> int:
+    """Bytes of the KV cache on CPU: `kv_cache_gib`, or what `max_running` full sequences take if that is less.
+
+    vLLM writes the whole cache once, so what is never used would be resident memory all the same.
+    """
+    limit = int(cfg.kv_cache_gib * 2**30)
+    config = AutoConfig.from_pretrained(model_path, trust_remote_code=trust_remote_code, local_files_only=True)
+    heads = getattr(config, "num_key_value_heads", None) or getattr(config, "num_attention_heads", None)
+    size = getattr(config, "head_dim", None)
+    if not heads or not size or getattr(config, "kv_lora_rank", None):
+        return limit  # another kind of cache
+    longest = -(-(cfg.max_prompt_tokens + cfg.max_response_tokens) // CPU_BLOCK) * CPU_BLOCK
+    tokens = (cfg.max_running + 2) * longest
+    per_token = 2 * config.num_hidden_layers * -(-heads // cfg.tensor_parallel) * size * 4
+    return min(limit, tokens * per_token)
 
 
 def _peers(tensor_parallel: int) -> tuple[dist.ProcessGroup | None, int]:
