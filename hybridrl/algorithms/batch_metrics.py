@@ -8,7 +8,7 @@ from hybridrl.algorithms.corrections import Correction
 from hybridrl.algorithms.diagnostics import mismatch_metrics
 from hybridrl.algorithms.metrics import advantage_metrics, group_metrics, length_metrics, reward_metrics
 from hybridrl.algorithms.partials import Max, Partial, finalize, max_of, min_of
-from hybridrl.batch import require
+from hybridrl.batch import lengths, require
 
 
 def batch_metrics(batch: TensorDict) -> dict[str, float]:
@@ -26,12 +26,14 @@ def batch_metrics(batch: TensorDict) -> dict[str, float]:
     mask, weights = columns["mask"], columns.get("correction_weights")
     old, rollout = columns["old_log_probs"], columns["rollout_log_probs"]
     truncated = torch.tensor([reason == "length" for reason in batch["finish_reason"]], dtype=torch.bool)
+    # rows that left the loss have lost their mask, and were sampled all the same
+    sampled = torch.arange(mask.shape[1]) < lengths(batch["response_ids"])[:, None]
     gap = torch.where(mask, (old - rollout).abs(), 0.0)
     versions = columns["weight_versions"]
     named: dict[str, dict[str, Partial]] = {
         "reward": _without("reward_", reward_metrics(columns.get("outcomes", columns["rewards"]))),
         "shaped_reward": _without("reward_", reward_metrics(columns["rewards"])),
-        "response": _without("response_", length_metrics(mask, truncated=truncated)),
+        "response": _without("response_", length_metrics(sampled, truncated=truncated)),
         "group": _without("group_", group_metrics(columns.get("outcomes", columns["rewards"]), columns["group_ids"])),
         "advantage": _without("advantage_", advantage_metrics(columns["advantages"], mask)),
         "mismatch": mismatch_metrics(

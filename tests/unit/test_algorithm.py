@@ -6,6 +6,7 @@ import pytest
 import torch
 
 from hybridrl.algorithms.algorithm import Algorithm
+from hybridrl.algorithms.batch_metrics import batch_metrics
 from hybridrl.batch import lengths, make_batch, num_rows, padded, rows_of
 from hybridrl.config import AlgorithmConfig, Choice, DynamicSamplingConfig, GRPOConfig, KLConfig, OverlongConfig
 from hybridrl.config_loading import load
@@ -33,6 +34,16 @@ def test_a_row_without_a_score_leaves_statistics_and_denominators():
     torch.testing.assert_close(batch["advantages"].values(), expected, atol=1e-5, rtol=0)
     (mini_batch,) = algorithm.mini_batches(batch)
     assert mini_batch["loss_weights"].values().tolist() == [0.25, 0.25, 0.25, 0, 0, 0, 0, 0, 0.25]
+
+
+def test_lengths_count_rows_that_left_the_loss():
+    algorithm = Algorithm(AlgorithmConfig(), 8)
+    batch = algorithm.shape(scored([1.0, 0.0, math.nan], [2, 1, 6], [0, 0, 0]))
+    batch["weight_versions"] = batch["response_ids"]
+    batch["advantages"] = algorithm.advantages(batch)
+    metrics = batch_metrics(batch)
+    assert (metrics["response/length_mean"], metrics["response/length_min"]) == (3, 1)
+    assert metrics["response/aborted_ratio"] == 0
 
 
 def test_overlong_penalty_keeps_the_outcome():
