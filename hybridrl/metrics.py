@@ -13,8 +13,9 @@ from hybridrl.errors import DataError
 MACHINE = ("time/", "memory/")
 """Prefixes of metrics that differ from one execution to the next."""
 
-WATCHED = {"reward": "reward/mean", "tokens": "response/length_mean", "kl": "policy/approx_kl_k3", "s": "time/step"}
-"""What the progress line shows: label and metric."""
+WATCHED = {"reward": ("reward/mean",), "tokens": ("response/length_mean",),
+           "kl": ("policy/ref_kl", "policy/approx_kl_k3"), "s": ("time/step",)}
+"""What the progress line shows: label, and the metric, or where it is missing the next one."""
 
 
 def average(parts: Sequence[Mapping[str, float]]) -> dict[str, float]:
@@ -29,10 +30,11 @@ def deterministic(metrics: Mapping[str, float]) -> dict[str, float]:
     return {name: value for name, value in metrics.items() if not name.startswith(MACHINE)}
 
 
-def format_metrics(metrics: Mapping[str, float], watched: Mapping[str, str] = WATCHED) -> str:
+def format_metrics(metrics: Mapping[str, float], watched: Mapping[str, Sequence[str]] = WATCHED) -> str:
     """The watched metrics that are present, as `label value` with three significant digits."""
-    present = ((label, metrics[name]) for label, name in watched.items() if metrics.get(name) is not None)
-    return "  ".join(f"{label} {value:.3g}" for label, value in present)
+    found = ((label, next((metrics[name] for name in names if metrics.get(name) is not None), None))
+             for label, names in watched.items())
+    return "  ".join(f"{label} {value:.3g}" for label, value in found if value is not None)
 
 
 def finite(metrics: Mapping[str, float]) -> dict[str, float | None]:

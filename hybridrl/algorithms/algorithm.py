@@ -10,7 +10,7 @@ mathematics calls those instead and writes the columns itself.
 """
 
 import dataclasses
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -29,8 +29,9 @@ from hybridrl.algorithms.partials import Partial, mean_of
 from hybridrl.algorithms.returns import place_outcome
 from hybridrl.algorithms.reward_shaping import drop_rows, kl_in_reward, overlong_penalty
 from hybridrl.algorithms.tables import Entry
-from hybridrl.batch import is_ragged, lengths, num_rows, padded, require, select, split_sizes, unpadded
+from hybridrl.batch import FIELDS, is_ragged, lengths, num_rows, padded, require, select, split_sizes, unpadded
 from hybridrl.config import AlgorithmConfig
+from hybridrl.errors import ConfigError
 
 
 def padded_columns(batch: TensorDict) -> dict[str, Tensor]:
@@ -98,17 +99,25 @@ class Algorithm:
     Args:
         cfg: names and options of the table entries.
         max_response_tokens: the constant of `seq-mean-token-sum-norm`.
+        columns: names of further columns that the loop writes, for estimators that need them.
     Raises:
-        ConfigError: an unknown name or option, or a combination that makes no sense.
+        ConfigError: an unknown name or option, a combination that makes no sense, or an estimator that needs a
+            column which nothing writes.
     """
 
-    def __init__(self, cfg: AlgorithmConfig, max_response_tokens: int):
+    def __init__(self, cfg: AlgorithmConfig, max_response_tokens: int, columns: Sequence[str] = ()):
         self.cfg = cfg
         self.corrections = {choice.name: choice.options for choice in cfg.corrections}
         check_combination(
             advantage=cfg.advantage.name, advantage_options=cfg.advantage.options, loss=cfg.loss.name,
             loss_options=cfg.loss.options, aggregation=cfg.aggregation, corrections=self.corrections,
             kl_estimator=cfg.kl.estimator, num_responses=cfg.responses_per_prompt)
+        needed = {name for name, required in ADVANTAGES[cfg.advantage.name].columns.items() if required}
+        missing = sorted(needed - {"mask", *FIELDS, *columns})
+        if missing:
+            raise ConfigError(
+                f"algorithm.advantage.name={cfg.advantage.name} needs {', '.join(missing)}, which this loop does not "
+                f"write; a loop that does says so: Algorithm(..., columns={missing}).")
         entry = AGGREGATIONS[cfg.aggregation]
         takes = {field.name for field in dataclasses.fields(entry.options)}
         self.aggregation_options = dict.fromkeys(takes & {"max_response_length"}, max_response_tokens)

@@ -82,10 +82,11 @@ class Table(Mapping[str, Entry]):
 
         Raises ConfigError when the name is taken or an options field is no parameter of the function.
         """
-        if name in self._entries:
-            raise ConfigError(f"{self.kind} {name!r} is already registered; choose another name.")
-
         def add(fn: Callable[..., Any]) -> Callable[..., Any]:
+            known = self._entries.get(name)
+            # The same function again is a notebook cell that runs again.
+            if known and (known.fn.__module__, known.fn.__qualname__) != (fn.__module__, fn.__qualname__):
+                raise ConfigError(f"{self.kind} {name!r} is already registered; choose another name.")
             cls = options or _options_from_signature(fn)
             missing = {f.name for f in dataclasses.fields(cls)} - set(inspect.signature(fn).parameters)
             if missing:
@@ -99,8 +100,8 @@ class Table(Mapping[str, Entry]):
         return add
 
     def adopt(self, entry: Entry) -> None:
-        """Add a row that another process registered and sent here; a name that exists keeps its row."""
-        self._entries.setdefault(entry.name, entry)
+        """Take over a row that another process registered and sent here."""
+        self._entries[entry.name] = entry
 
     def options(self, name: str, values: Any = None) -> Any:
         """Options of `name` from a mapping (or an instance of its class), checked.

@@ -123,6 +123,13 @@ def test_remax_asks_for_the_greedy_response_and_others_do_not():
     assert algorithm.advantages(algorithm.shape(batch)).values().tolist() == [0.75, 0.75]
 
 
+def test_an_estimator_whose_column_nothing_writes_is_refused_before_anything_starts():
+    cfg = AlgorithmConfig(advantage=Choice(name="gdpo"))
+    with pytest.raises(ConfigError, match="gdpo needs reward_components, which this loop does not write"):
+        Algorithm(cfg, 8)
+    Algorithm(cfg, 8, columns=["reward_components"])
+
+
 def test_dynamic_sampling_needs_groups():
     with pytest.raises(ConfigError, match="responses_per_prompt must be at least 2"):
         AlgorithmConfig(responses_per_prompt=1, dynamic_sampling=DynamicSamplingConfig(enabled=True)).validate()

@@ -65,6 +65,7 @@ class VLLMEngine(RolloutEngine):
                 skip_tokenizer_init=True, logprobs_mode="processed_logprobs", seed=seed,
                 trust_remote_code=trust_remote_code, disable_log_stats=True, **options)
         except (ValueError, ImportError, NotImplementedError) as error:
+            _forget_groups()
             if "greater than the derived max_model_len" in str(error):
                 longest = cfg.max_prompt_tokens + cfg.max_response_tokens
                 raise ConfigError(f"policy.rollout.max_prompt_tokens + max_response_tokens must be at most the context "
@@ -196,6 +197,14 @@ def _peers(tensor_parallel: int) -> tuple[dist.ProcessGroup | None, int]:
     ranks = [list(range(first, first + tensor_parallel)) for first in range(0, world, tensor_parallel)]
     group, _ = dist.new_subgroups_by_enumeration(ranks, backend="gloo")
     return group, leader
+
+
+def _forget_groups() -> None:
+    """Drop vLLM's process groups after a start that failed, so that the next one in this process can make its own."""
+    from vllm.distributed import parallel_state
+
+    parallel_state.destroy_model_parallel()
+    parallel_state._WORLD = None
 
 
 def _count_ranks_eagerly() -> None:

@@ -81,7 +81,10 @@ def test_two_line_registration():
     with pytest.raises(ConfigError, match="mine option 'facto'.*Did you mean factor"):
         table.options("mine", {"facto": 1})
     with pytest.raises(ConfigError, match="already registered"):
-        table.register("mine")
+        table.register("mine")(lambda x: x)
+    same = table["mine"].fn
+    table.register("mine")(same)  # a notebook cell that runs again
+    assert list(table) == ["one", "mine"]
     with pytest.raises(ConfigError, match="no parameters of"):
         table.register("two", options=Options)(lambda x: x)
 
