@@ -36,8 +36,9 @@ def recipe(name: str, config_class: type[Config]) -> Callable[[Callable[[Config]
                     function(parsed)
             except HybridRLError as error:
                 print(f"{name}: {error}", file=sys.stderr)
-                if isinstance(error, WorkerError) and not isinstance(error.__cause__, HybridRLError):
-                    print(error.remote_traceback.rstrip("\n"), file=sys.stderr)
+                trace = error.remote_traceback.rstrip("\n") if isinstance(error, WorkerError) else ""
+                if trace and not isinstance(error.__cause__, HybridRLError):
+                    print(trace, file=sys.stderr)
                 sys.exit(2 if isinstance(error, ConfigError) else 1)
             except KeyboardInterrupt as stop:
                 print(f"{name}: {str(stop) or 'interrupted'}", file=sys.stderr)

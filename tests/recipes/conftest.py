@@ -24,6 +24,13 @@ def sums(tmp_path_factory) -> Path:
 
 
 @pytest.fixture(scope="session")
+def doubles(tmp_path_factory) -> Path:
+    """Six held-out problems, `0+0=` to `5+5=`."""
+    rows = [{"prompt": f"{i}+{i}=", "answer": str(2 * i)} for i in range(6)]
+    return write_jsonl(tmp_path_factory.mktemp("data") / "doubles.jsonl", rows)
+
+
+@pytest.fixture(scope="session")
 def grpo(model, sums) -> list[str]:
     """Options of a small GRPO run on one local rank: 4 prompts x 4 responses x up to 12 tokens."""
     return ["recipes.grpo", "cluster.backend=local", f"policy.model.path={model}", f"data.path={sums}",

@@ -22,10 +22,10 @@ NOISE = ("mismatch/", "sync/max_log_prob_gap")
 
 
 @pytest.fixture(scope="module")
-def local(run, grpo, sums, tmp_path_factory) -> Path:
+def local(run, grpo, doubles, tmp_path_factory) -> Path:
     """Folder of two steps with vLLM on one local rank."""
     folder = tmp_path_factory.mktemp("local") / "run"
-    run(*grpo, *OPTIONS, f"eval_data.path={sums}", "trainer.eval_samples=2", f"trainer.run_dir={folder}")
+    run(*grpo, *OPTIONS, f"eval_data.path={doubles}", "trainer.eval_samples=2", f"trainer.run_dir={folder}")
     return folder
 
 
@@ -105,10 +105,10 @@ def test_the_exported_model_is_the_trained_one(local, model, tmp_path):
 
 
 @pytest.mark.parametrize("layout", [1, 2], ids=["2x1", "1x2"])
-def test_two_ray_ranks_give_the_metrics_of_one_local_rank(run, grpo, sums, local, tmp_path, layout):
+def test_two_ray_ranks_give_the_metrics_of_one_local_rank(run, grpo, doubles, local, tmp_path, layout):
     """As two engines, and as one that spans both (tensor_parallel=2)."""
     folder = tmp_path / "run"
-    run(*grpo, *OPTIONS, f"eval_data.path={sums}", "trainer.eval_samples=2", f"trainer.run_dir={folder}",
+    run(*grpo, *OPTIONS, f"eval_data.path={doubles}", "trainer.eval_samples=2", f"trainer.run_dir={folder}",
         "cluster.backend=ray", "cluster.ranks=2", f"policy.rollout.tensor_parallel={layout}", "trainer.export=false")
     expected, found = metrics(local), metrics(folder)
     assert found.keys() == expected.keys()
