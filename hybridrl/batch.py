@@ -58,6 +58,7 @@ FIELDS: dict[str, Field] = {
     "old_log_probs": Field("R", torch.float32, "training", "log-probs under the weights at the start of the update"),
     "ref_log_probs": Field("R", torch.float32, "training", "log-probs under the frozen reference"),
     "entropies": Field("R", torch.float32, "training", "entropy of each token's distribution"),
+    "values": Field("R", torch.float32, "training", "the critic's value of the state before each token"),
     # written by the loop
     "advantages": Field("R", torch.float32, "loop", "advantage of each token"),
     "returns": Field("R", torch.float32, "loop", "return of each token, for a critic"),

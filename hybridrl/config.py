@@ -82,8 +82,8 @@ class ModelConfig:
     trust_remote_code: bool = False
     """Run Python code that the model folder carries. Only for folders you trust."""
 
-    def validate(self) -> None:
-        check(bool(self.path), "policy.model.path", self.path, "a model folder")
+    def validate(self, key: str = "policy.model") -> None:
+        check(bool(self.path), f"{key}.path", self.path, "a model folder")
 
 
 @dataclass(kw_only=True, slots=True)
@@ -115,8 +115,7 @@ class TrainingConfig:
     offload: str = "auto"
     """`auto` or `never`: move parameters, gradients and optimizer state to CPU memory during rollout (CUDA only)."""
 
-    def validate(self) -> None:
-        key = "policy.training"
+    def validate(self, key: str = "policy.training") -> None:
         check(0 <= self.learning_rate < math.inf, f"{key}.learning_rate", self.learning_rate, "at least 0 and finite")
         check(self.warmup_steps >= 0, f"{key}.warmup_steps", self.warmup_steps, "at least 0")
         check_choice(f"{key}.schedule", self.schedule, ("constant", "linear", "cosine"))
@@ -438,6 +437,39 @@ class GRPOConfig:
 
 
 @dataclass(kw_only=True, slots=True)
+class CriticConfig:
+    model: ModelConfig = field(default_factory=ModelConfig)
+    """The model whose layers the critic starts from; `recipes.ppo` takes the policy's unless told otherwise."""
+    training: TrainingConfig = field(default_factory=TrainingConfig)
+    """Optimizer and batching."""
+    value_clip: float = 0.2
+    """How far values may move from those that made the advantages before they stop to gain; 0 sets no limit."""
+    ranks: int = 0
+    """Devices of its own; 0 puts it on the policy's devices, in the same processes."""
+
+    def validate(self) -> None:
+        check(self.value_clip >= 0, "critic.value_clip", self.value_clip, "at least 0")
+        check(self.ranks >= 0, "critic.ranks", self.ranks, "at least 0")
+
+
+@dataclass(kw_only=True, slots=True)
+class PPOConfig(GRPOConfig):
+    """Reinforcement learning with a critic: PPO with generalized advantage estimation."""
+
+    algorithm: AlgorithmConfig = field(default_factory=lambda: AlgorithmConfig(advantage=Choice(name="gae")))
+    """From rewards and values to a loss."""
+    critic: CriticConfig = field(default_factory=CriticConfig)
+    """The model that learns values, its training engine and where it runs."""
+
+    def validate(self) -> None:
+        GRPOConfig.validate(self)
+        check(not self.algorithm.dynamic_sampling.enabled, "algorithm.dynamic_sampling.enabled", True,
+              "false with a critic, which learns from groups of equal rewards, too")
+        if self.cluster.backend == "local":
+            check(self.critic.ranks == 0, "critic.ranks", self.critic.ranks, "0 with cluster.backend=local")
+
+
+@dataclass(kw_only=True, slots=True)
 class SFTPolicyConfig:
     model: ModelConfig = field(default_factory=ModelConfig)
     """The model to start from."""
@@ -503,5 +535,5 @@ class EvaluateConfig:
         check(not self.output or folder.is_dir(), "output", self.output, "a file in a folder that exists")
 
 
-RECIPES: dict[str, type] = {"grpo": GRPOConfig, "sft": SFTConfig, "evaluate": EvaluateConfig}
+RECIPES: dict[str, type] = {"grpo": GRPOConfig, "ppo": PPOConfig, "sft": SFTConfig, "evaluate": EvaluateConfig}
 """The options of each recipe, for the reference page and the tests; `load` takes any config class."""

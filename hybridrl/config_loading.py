@@ -62,11 +62,11 @@ def load(
         raise ConfigError(_explain(error, config_class, overrides, file)) from None
     validate_all(config)
     if hasattr(config, "algorithm"):
-        _check_algorithm(config.algorithm)
+        _check_algorithm(config.algorithm, has_critic=hasattr(config, "critic"))
     return config
 
 
-def _check_algorithm(cfg: AlgorithmConfig) -> None:
+def _check_algorithm(cfg: AlgorithmConfig, has_critic: bool) -> None:
     """Raise ConfigError for names, options and combinations that the algorithm tables refuse."""
     try:
         check_combination(
@@ -78,6 +78,7 @@ def _check_algorithm(cfg: AlgorithmConfig) -> None:
             corrections={choice.name: choice.options for choice in cfg.corrections},
             kl_estimator=cfg.kl.estimator,
             num_responses=cfg.responses_per_prompt,
+            has_critic=has_critic,
         )
     except ConfigError as error:
         raise ConfigError(f"algorithm: {error}".replace("num_responses", "responses_per_prompt")) from None

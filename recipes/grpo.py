@@ -18,7 +18,7 @@ from hybridrl.batch import concat, num_rows, repeat, select
 from hybridrl.command_line import recipe
 from hybridrl.config import GRPOConfig
 from hybridrl.controller.cluster import Cluster
-from hybridrl.controller.evaluation import accuracy, answer
+from hybridrl.controller.evaluation import Evaluation
 from hybridrl.controller.run import Run
 from hybridrl.controller.worker_group import WorkerGroup
 from hybridrl.data import PromptLoader, load_prompts, row_seeds
@@ -48,15 +48,7 @@ def main(cfg: GRPOConfig) -> None:
             reference = WorkerGroup(ReferenceWorker, pool, cfg.policy.model, cfg.policy.training,
                                     cfg.policy.rollout.temperature, role="reference")
 
-        def evaluate(step: int) -> dict[str, float]:
-            every = cfg.trainer.eval_every
-            if problems is None or not (step in (0, cfg.trainer.steps) or every and step % every == 0):
-                return {}
-            with run.phase("evaluate"):
-                batch = answer(policy, rewards, problems, cfg.trainer.eval_samples, cfg.seed, cfg.trainer.eval_prompts,
-                               cfg.trainer.eval_temperature)
-            return {"eval/accuracy": accuracy(batch)}
-
+        evaluate = Evaluation(cfg, run, policy, rewards, problems)
         if run.restore(policy=policy, prompts=prompts) == 0 and problems is not None:
             run.log(0, evaluate(0))
 

@@ -66,7 +66,7 @@ from hybridrl.algorithms.sequence_losses import gmpo, gspo, sequence_clip
 from hybridrl.algorithms.staleness import approximate_old_log_probs, free_slots, resumed_accepted, stale_rows
 from hybridrl.algorithms.tables import Entry, Table, option
 from hybridrl.algorithms.turn_level import turn_ids, turn_level_advantages
-from hybridrl.algorithms.values import explained_variance, value_loss
+from hybridrl.algorithms.values import ValueLoss, explained_variance, value_loss
 from hybridrl.algorithms.weighted_losses import aipo, cispo, decoupled_ppo, dppo, sapo
 
 __all__ = [
@@ -92,6 +92,7 @@ __all__ = [
     "POLICY_LOSSES",
     "PolicyLoss",
     "Table",
+    "ValueLoss",
     "advantage_metrics",
     "aggregate",
     "aipo",

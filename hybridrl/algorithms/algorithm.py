@@ -100,18 +100,20 @@ class Algorithm:
         cfg: names and options of the table entries.
         max_response_tokens: the constant of `seq-mean-token-sum-norm`.
         columns: names of further columns that the loop writes, for estimators that need them.
+        has_critic: the loop trains a critic, whose `values` the estimator reads.
     Raises:
         ConfigError: an unknown name or option, a combination that makes no sense, or an estimator that needs a
             column which nothing writes.
     """
 
-    def __init__(self, cfg: AlgorithmConfig, max_response_tokens: int, columns: Sequence[str] = ()):
+    def __init__(self, cfg: AlgorithmConfig, max_response_tokens: int, columns: Sequence[str] = (),
+                 has_critic: bool = False):
         self.cfg = cfg
         self.corrections = {choice.name: choice.options for choice in cfg.corrections}
         check_combination(
             advantage=cfg.advantage.name, advantage_options=cfg.advantage.options, loss=cfg.loss.name,
             loss_options=cfg.loss.options, aggregation=cfg.aggregation, corrections=self.corrections,
-            kl_estimator=cfg.kl.estimator, num_responses=cfg.responses_per_prompt)
+            kl_estimator=cfg.kl.estimator, num_responses=cfg.responses_per_prompt, has_critic=has_critic)
         needed = {name for name, required in ADVANTAGES[cfg.advantage.name].columns.items() if required}
         missing = sorted(needed - {"mask", *FIELDS, *columns})
         if missing:
@@ -163,8 +165,13 @@ class Algorithm:
 
     def advantages(self, batch: TensorDict) -> Tensor:
         """Advantage of every response token of the whole batch, ragged like `response_ids`."""
+        return self.advantages_and_returns(batch)[0]
+
+    def advantages_and_returns(self, batch: TensorDict) -> tuple[Tensor, Tensor]:
+        """Also the return of every token, which a critic learns."""
         result = compute_advantages(self.cfg.advantage.name, padded_columns(batch), self.cfg.advantage.options)
-        return unpadded(result.advantages.float(), like=batch["response_ids"])
+        advantages, returns = (unpadded(x.float(), like=batch["response_ids"]) for x in result)
+        return advantages, returns
 
     def correct(self, batch: TensorDict) -> TensorDict:
         """The batch with `correction_weights` for the gap between rollout and training log-probs, if configured.

@@ -33,7 +33,8 @@ def check_combination(
     Raises:
         ConfigError: an unknown name or option, a value out of range (dual clip below its bound), a
             behaviour-anchored ratio together with a behaviour weight, two weights, a group estimator with one
-            response per prompt, k above the group size, an estimator that needs a critic without one.
+            response per prompt, k above the group size, an estimator that needs a critic without one, a critic
+            that the estimator does not read.
     """
     options = ADVANTAGES.options(advantage, advantage_options)
     POLICY_LOSSES.options(loss, loss_options)
@@ -45,12 +46,17 @@ def check_combination(
         raise ConfigError(unknown("anchor", anchor, ("old", "rollout")))
     _check_corrections(loss, anchor, corrections or {})
     _check_groups(advantage, options, num_responses)
-    critics = sorted(name for name in ADVANTAGES if "critic" in ADVANTAGES[name].traits)
-    if advantage in critics and not has_critic:
-        free = ", ".join(sorted(set(ADVANTAGES) - set(critics)))
-        raise ConfigError(
-            f"advantage {advantage!r} needs a critic, which this recipe does not train; accepted: {free}."
-        )
+    _check_critic(advantage, has_critic)
+
+
+def _check_critic(advantage: str, has_critic: bool) -> None:
+    readers = {name for name in ADVANTAGES if "values" in ADVANTAGES[name].columns}
+    needing = {name for name in readers if ADVANTAGES[name].columns["values"]}
+    accepted = readers if has_critic else set(ADVANTAGES) - needing
+    if advantage not in accepted:
+        what = "does not read the critic that this recipe trains" if has_critic else (
+            "needs a critic, which this recipe does not train")
+        raise ConfigError(f"advantage {advantage!r} {what}; accepted: {', '.join(sorted(accepted))}.")
 
 
 def _check_corrections(loss: str, anchor: str, corrections: Mapping[str, Any]) -> None:

@@ -26,7 +26,7 @@ class GaeOptions:
     """Whiten the advantages over the batch; returns never are."""
 
 
-@ADVANTAGES.register("gae", options=GaeOptions, aggregation="token-mean", traits=("critic",))
+@ADVANTAGES.register("gae", options=GaeOptions, aggregation="token-mean")
 @torch.no_grad()
 def gae_advantages(
     values: Tensor,

@@ -1,12 +1,16 @@
 """The critic's loss and how well its values explain the returns."""
 
+from collections.abc import Mapping
+from dataclasses import dataclass
+
 import torch
 from torch import Tensor
 
+from hybridrl.algorithms.aggregation import aggregate
 from hybridrl.algorithms.columns import check_tokens
 from hybridrl.algorithms.losses import PolicyLoss, fraction
 from hybridrl.algorithms.masked import at_least_float32, count_true, finite
-from hybridrl.algorithms.partials import ExplainedVariance, Mean, moments_of
+from hybridrl.algorithms.partials import ExplainedVariance, Mean, Partial, mean_of, moments_of
 from hybridrl.errors import ConfigError
 
 
@@ -56,3 +60,32 @@ def explained_variance(values: Tensor, returns: Tensor, mask: Tensor) -> Explain
     check_tokens(mask, values=values, returns=returns)
     residual = returns.double() - values.double()
     return ExplainedVariance(moments_of(residual, mask), moments_of(returns, mask))
+
+
+@dataclass(frozen=True)
+class ValueLoss:
+    """What a critic worker needs to turn values into a partial loss: `value_loss` with the weights of the mini-batch.
+
+    Args:
+        clip: how far values may move from the old ones before they stop to gain; None: without limit.
+    """
+
+    clip: float | None = 0.2
+
+    def __call__(self, values: Tensor, columns: Mapping[str, Tensor],
+                 entropies: Tensor | None) -> tuple[Tensor, dict[str, Partial]]:
+        """The partial loss (0-d) of some rows of a mini-batch and its metrics as sums and counts.
+
+        Args:
+            values: [b, R], carries gradient.
+            columns: `values` [b, R] as they entered the advantages, `returns`, `response_mask`, `loss_weights`.
+            entropies: not read.
+        Returns:
+            The loss; `vf_clipfrac`, `nonfinite_frac`, `value_mean`, `return_mean`, `explained_variance` (of `values`).
+        """
+        mask, returns = columns["response_mask"], columns["returns"]
+        result = value_loss(values, columns["values"], returns, mask, clip=self.clip)
+        metrics = result.metrics | {
+            "value_mean": mean_of(values, mask), "return_mean": mean_of(returns, mask),
+            "explained_variance": explained_variance(values.detach(), returns, mask)}
+        return aggregate(result.loss, columns["loss_weights"], mask), metrics

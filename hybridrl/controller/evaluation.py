@@ -30,6 +30,30 @@ def answer(policy: Any, rewards: Any, problems: PromptSet, samples: int, seed: i
     return rewards(policy.generate(batch, temperature))
 
 
+class Evaluation:
+    """`eval/accuracy` on held-out problems: before the first step, after the last, and every `trainer.eval_every`.
+
+    Args:
+        cfg: a recipe's options, with `trainer` and `seed`.
+        run: counts the seconds. policy, rewards: answer and score.
+        problems: None turns evaluation off.
+    """
+
+    def __init__(self, cfg: Any, run: Any, policy: Any, rewards: Any, problems: PromptSet | None):
+        self.cfg, self.run, self.policy, self.rewards, self.problems = cfg, run, policy, rewards, problems
+
+    def __call__(self, step: int) -> dict[str, float]:
+        """The metrics of a step; empty when it is not due."""
+        trainer = self.cfg.trainer
+        due = step in (0, trainer.steps) or trainer.eval_every and step % trainer.eval_every == 0
+        if self.problems is None or not due:
+            return {}
+        with self.run.phase("evaluate"):
+            batch = answer(self.policy, self.rewards, self.problems, trainer.eval_samples, self.cfg.seed,
+                           trainer.eval_prompts, trainer.eval_temperature)
+        return {"eval/accuracy": accuracy(batch)}
+
+
 def accuracy(batch: TensorDict) -> float:
     """Mean reward of the scored rows; NaN when none could be scored."""
     return float(torch.nanmean(batch["rewards"].double()))

@@ -7,6 +7,7 @@ import torch
 
 from hybridrl.algorithms.algorithm import Algorithm
 from hybridrl.algorithms.batch_metrics import batch_metrics
+from hybridrl.algorithms.values import ValueLoss
 from hybridrl.batch import lengths, make_batch, num_rows, padded, rows_of
 from hybridrl.config import AlgorithmConfig, Choice, DynamicSamplingConfig, GRPOConfig, KLConfig, OverlongConfig
 from hybridrl.config_loading import load
@@ -139,3 +140,35 @@ def test_lengths_are_not_changed_by_shaping():
     algorithm = Algorithm(AlgorithmConfig(), 8)
     batch = scored([math.nan, 1.0], [3, 2], [0, 0])
     assert lengths(algorithm.shape(batch)["response_mask"]).tolist() == [3, 2]
+
+
+def test_gae_gives_advantages_and_returns_and_unscored_rows_leave_both_losses():
+    """gamma = 1, lam = 0.5, critic_lam = 1, a KL penalty in the reward, worked out by hand."""
+    cfg = AlgorithmConfig(
+        advantage=Choice(name="gae", options={"lam": 0.5, "critic_lam": 1.0, "whiten": False}),
+        kl=KLConfig(coefficient=0.5, place="reward", estimator="k1"), responses_per_prompt=1)
+    algorithm = Algorithm(cfg, 8, has_critic=True)
+    batch = scored([1.0, math.nan], [2, 2], [0, 1])
+    for name, column in (("ref_log_probs", [-1.0, -1.5, -1.0, -1.0]), ("values", [0.5, 0.25, 3.0, 4.0])):
+        batch[name] = torch.nested.nested_tensor_from_jagged(torch.tensor(column), batch["response_ids"].offsets())
+    batch = algorithm.shape(batch)
+    batch["advantages"], batch["returns"] = algorithm.advantages_and_returns(batch)
+    # rewards 0 and 1 - 0.5 * 0.5; deltas 0.25 - 0.5 and 0.75 - 0.25; advantages -0.25 + 0.5 * 0.5 and 0.5
+    assert batch["advantages"].values().tolist() == [0.0, 0.5, 0.0, 0.0]
+    assert batch["returns"].values().tolist() == [0.75, 0.75, 0.0, 0.0]
+    (mini_batch,) = algorithm.mini_batches(batch)
+    assert mini_batch["loss_weights"].values().tolist() == [0.5, 0.5, 0.0, 0.0]
+    columns = {name: padded(mini_batch[name]) for name in ("response_mask", "values", "returns", "loss_weights")}
+    values = columns["values"].clone().requires_grad_()
+    loss, metrics = ValueLoss(0.2)(values, columns, None)
+    loss.backward()
+    assert values.grad.tolist() == [[-0.125, -0.25], [0.0, 0.0]]
+    assert float(loss.detach()) == pytest.approx(0.25 * (0.25**2 + 0.5**2))
+    assert metrics["return_mean"].value() == 0.75
+
+
+def test_a_critic_and_its_estimator_come_together():
+    with pytest.raises(ConfigError, match="'gae' needs a critic"):
+        Algorithm(AlgorithmConfig(advantage=Choice(name="gae")), 8)
+    with pytest.raises(ConfigError, match="'grpo' does not read the critic"):
+        Algorithm(AlgorithmConfig(), 8, has_critic=True)

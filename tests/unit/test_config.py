@@ -21,6 +21,7 @@ from hybridrl.errors import ConfigError
 ROOT = Path(__file__).resolve().parents[2]
 NEEDED = {
     "grpo": ["policy.model.path=m", "data.path=d"],
+    "ppo": ["policy.model.path=m", "data.path=d"],
     "sft": ["policy.model.path=m", "data.path=d"],
     "evaluate": ["policy.model.path=m", "data.path=d"],
 }
@@ -260,6 +261,49 @@ def test_validate_all_goes_inside_out_and_hands_out_keys():
 
     validate_all(Root())
     assert seen == ["one", "many[0]", "many[1]", "root"]
+
+
+# A critic
+
+
+def ppo(*overrides):
+    return load("ppo", RECIPES["ppo"], [*NEEDED["ppo"], *overrides])
+
+
+def test_the_critic_starts_from_the_policy_unless_told_otherwise():
+    loaded = ppo("policy.model.trust_remote_code=true")
+    assert (loaded.critic.model.path, loaded.critic.model.trust_remote_code) == ("m", True)
+    assert ppo("critic.model.path=other").critic.model.path == "other"
+    assert loaded.algorithm.advantage.name == "gae"
+    assert loaded.policy.training.learning_rate != loaded.critic.training.learning_rate == 1e-5
+    assert ppo("algorithm.advantage.options={lam: 0.95, critic_lam: 1.0}").algorithm.advantage.options["lam"] == 0.95
+
+
+@pytest.mark.parametrize(("override", "message"), [
+    ("algorithm.advantage.name=grpo", "'grpo' does not read the critic that this recipe trains; accepted: gae."),
+    ("critic.ranks=-1", "critic.ranks must be at least 0, got -1."),
+    ("critic.value_clip=-0.1", "critic.value_clip must be at least 0, got -0.1."),
+    ("critic.training.learning_rate=-1", "critic.training.learning_rate must be at least 0 and finite, got -1.0."),
+    ("critic.training.schedule=lineer", "critic.training.schedule: Unknown choice 'lineer'. Did you mean linear?"),
+    ("critic.model.path=", "critic.model.path must be a model folder, got ''."),
+    ("critic.lr=1", "Unknown option 'critic.lr'."),
+    ("algorithm.dynamic_sampling.enabled=true", "algorithm.dynamic_sampling.enabled must be false with a critic"),
+])
+def test_mistakes_about_the_critic(override, message):
+    with pytest.raises(ConfigError) as caught:
+        ppo(override)
+    assert message in str(caught.value) and "\n" not in str(caught.value)
+
+
+def test_a_critic_of_its_own_needs_processes():
+    with pytest.raises(ConfigError, match="critic.ranks must be 0 with cluster.backend=local, got 1"):
+        ppo("critic.ranks=1", "cluster.backend=local")
+    assert ppo("critic.ranks=2").critic.ranks == 2
+
+
+def test_gae_without_a_critic_is_refused():
+    assert "advantage 'gae' needs a critic, which this recipe does not train; accepted: " in refusal(
+        "algorithm.advantage.name=gae")
 
 
 # Documentation

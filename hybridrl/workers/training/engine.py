@@ -1,8 +1,9 @@
-"""The training engine: log-probs and optimizer steps of one model over the ranks of the default process group.
+"""The training engine: outputs and optimizer steps of one model over the ranks of the default process group.
 
 A batch is cut into packed micro-batches by a token budget (packing.py), each of which PolicyModel (models.py)
-turns into log-probs; the caller's loss function turns those into a partial loss. Every rank runs the same number
-of micro-batches, whatever rows it has, because every forward and backward pass is a collective.
+turns into log-probs, or ValueModel into values; the caller's loss function turns those into a partial loss. Every
+rank runs the same number of micro-batches, whatever rows it has, because every forward and backward pass is a
+collective.
 """
 
 from collections.abc import Callable, Iterator, Mapping
@@ -21,7 +22,7 @@ from hybridrl.config import ModelConfig, TrainingConfig
 from hybridrl.errors import BatchError, PhaseError, TrainingError
 from hybridrl.workers.training.checkpoint import load_state, save_state
 from hybridrl.workers.training.export import export_model
-from hybridrl.workers.training.models import load_policy, make_mesh
+from hybridrl.workers.training.models import PolicyModel, load_model, make_mesh
 from hybridrl.workers.training.optimizer import Optimizer, local
 from hybridrl.workers.training.packing import MicroBatch, columns, cut, fed_lengths, micro_batches
 
@@ -29,7 +30,8 @@ LossFunction = Callable[[Tensor, dict[str, Tensor], Tensor | None], tuple[Tensor
 """(log_probs [b, R], columns, entropies [b, R] or None) -> (partial loss, metrics that merge over pieces).
 
 The loss is a sum over the micro-batch with coefficients that already count the whole batch of all ranks; the
-engine adds partial losses up. Log-probs and entropies are 0 in the padding.
+engine adds partial losses up. Log-probs and entropies are 0 in the padding. With a ValueModel, values stand in the
+place of log-probs, and there are no entropies.
 """
 
 
@@ -41,12 +43,13 @@ class TrainingEngine:
     """
 
     def __init__(self, model: ModelConfig, cfg: TrainingConfig, device: torch.device, trainable: bool = True,
-                 dtype: torch.dtype = torch.float32):
+                 dtype: torch.dtype = torch.float32, module: type[PolicyModel] = PolicyModel):
         """Load the folder `model.path`.
 
         Args:
             trainable: False makes a frozen model without optimizer (a reference), kept in the compute dtype.
             dtype: of the master weights.
+            module: PolicyModel, or ValueModel for a critic.
         Raises:
             ModelError: the folder is missing, half-written, or does not fit its config.
         """
@@ -56,7 +59,7 @@ class TrainingEngine:
         """Which of `parameters` and `optimizer` are in CPU memory."""
         if device.type == "cuda" and not trainable:
             dtype = torch.bfloat16
-        self.model = load_policy(model, self.mesh, device, dtype, trainable, cfg.gradient_checkpointing)
+        self.model = load_model(module, model, self.mesh, device, dtype, trainable, cfg.gradient_checkpointing)
         self.sharded = any(isinstance(p, DTensor) for p in self.model.parameters())
         group = self.mesh.get_group("shard") if self.sharded else None
         self.optimizer = Optimizer(list(self.model.parameters()), cfg, group) if trainable else None
@@ -77,7 +80,6 @@ class TrainingEngine:
                 value = DTensor.from_local(value, self.mesh, [Shard(0)], run_check=False)
             yield name, value
 
-    @torch.no_grad()
     def log_probs(self, batch: TensorDict, temperature: float = 1.0, entropies: bool = False) -> dict[str, Tensor]:
         """Log-probs of the response tokens, ragged like `response_ids`, float32 on CPU, in the batch's row order.
 
@@ -87,12 +89,20 @@ class TrainingEngine:
         Returns:
             `log_probs`, and with `entropies` also `entropies`.
         """
+        return self._score(batch, ["log_probs", "entropies"] if entropies else ["log_probs"], temperature)
+
+    def values(self, batch: TensorDict) -> Tensor:
+        """A ValueModel's value of the state before each response token, shaped as `log_probs`."""
+        return self._score(batch, ["values"])["values"]
+
+    @torch.no_grad()
+    def _score(self, batch: TensorDict, names: list[str], temperature: float = 1.0) -> dict[str, Tensor]:
+        """The model's outputs under `names`."""
         self._need("parameters")
         sizes = lengths(batch["response_ids"])
-        names = ["log_probs", "entropies"] if entropies else ["log_probs"]
         values = {name: torch.empty(int(sizes.sum()), dtype=torch.float32) for name in names}
         for part in self._micro_batches(batch):
-            for name, value in zip(names, self._forward(part, temperature, entropies), strict=False):
+            for name, value in zip(names, self._forward(part, temperature, "entropies" in names), strict=False):
                 values[name] = values[name].to(value.dtype)  # float64 models keep float64
                 values[name][part.sources] = value.cpu()
         if self.sharded:

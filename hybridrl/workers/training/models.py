@@ -1,7 +1,6 @@
-"""The policy as a module: a Hugging Face causal language model that returns log-probs, loaded and sharded.
+"""Models as modules: a Hugging Face causal language model that returns log-probs, or values, loaded and sharded.
 
-`PolicyModel.forward` is the one way in, so that FSDP's hooks around it gather every weight it uses, the
-language-model head included.
+`forward` is the one way in, so that FSDP's hooks around it gather every weight it uses, the head included.
 """
 
 from pathlib import Path
@@ -45,10 +44,14 @@ class PolicyModel(nn.Module):
     def forward(self, input_ids: Tensor, position_ids: Tensor, predictors: Tensor, targets: Tensor,
                 groups: list[Group], temperature: float, chunk: int, entropies: bool) -> tuple[Tensor, Tensor | None]:
         """Shapes as in MicroBatch; returns log-probs [N] and entropies [N] or None, as `token_log_probs` does."""
-        hidden = self.causal_lm.base_model(input_ids=input_ids, position_ids=position_ids, use_cache=False,
-                                           groups=groups).last_hidden_state[0]
+        hidden = self.hidden(input_ids, position_ids, predictors, groups)
         head = self.causal_lm.get_output_embeddings()
-        return token_log_probs(hidden[predictors], head.weight, head.bias, targets, temperature, chunk, entropies)
+        return token_log_probs(hidden, head.weight, head.bias, targets, temperature, chunk, entropies)
+
+    def hidden(self, input_ids: Tensor, position_ids: Tensor, predictors: Tensor, groups: list[Group]) -> Tensor:
+        """Final hidden states [N, H] of the fed tokens that predict the response tokens."""
+        return self.causal_lm.base_model(input_ids=input_ids, position_ids=position_ids, use_cache=False,
+                                         groups=groups).last_hidden_state[0][predictors]
 
     def layers(self) -> list[nn.Module]:
         """The decoder layers: the units of sharding and of activation checkpointing."""
@@ -59,6 +62,33 @@ class PolicyModel(nn.Module):
         """Keep only each layer's input in the forward pass; compute the rest again in the backward pass."""
         for layer in self.layers():
             layer.forward = _recomputed(layer.forward)
+
+
+class ValueHead(nn.Module):
+    """One number from each hidden state; all zero at first."""
+
+    def __init__(self, hidden_size: int, dtype: torch.dtype):
+        super().__init__()
+        self.weight = nn.Parameter(torch.zeros(hidden_size, dtype=dtype))
+
+    def forward(self, hidden: Tensor) -> Tensor:
+        """[N, H] to [N], in float32 or better: bfloat16 is too coarse for the difference of two values."""
+        wide = torch.promote_types(hidden.dtype, torch.float32)
+        return hidden.to(wide) @ self.weight.to(wide)
+
+
+class ValueModel(PolicyModel):
+    """A critic: a value head in the place of the language-model head, tied or not."""
+
+    def __init__(self, causal_lm: PreTrainedModel, stored_dtype: torch.dtype):
+        super().__init__(causal_lm, stored_dtype)
+        embedding = causal_lm.get_input_embeddings().weight
+        causal_lm.set_output_embeddings(ValueHead(causal_lm.config.hidden_size, embedding.dtype))
+
+    def forward(self, input_ids: Tensor, position_ids: Tensor, predictors: Tensor, targets: Tensor,
+                groups: list[Group], temperature: float, chunk: int, entropies: bool) -> tuple[Tensor, None]:
+        """The value [N] of the state before each response token; which token follows, `targets`, is not read."""
+        return self.causal_lm.get_output_embeddings()(self.hidden(input_ids, position_ids, predictors, groups)), None
 
 
 def _recomputed(forward):
@@ -72,14 +102,15 @@ def make_mesh(device: torch.device) -> DeviceMesh:
     return init_device_mesh(device.type, (dist.get_world_size(),), mesh_dim_names=("shard",))
 
 
-def load_policy(cfg: ModelConfig, mesh: DeviceMesh, device: torch.device, dtype: torch.dtype,
-                trainable: bool, recompute_layers: bool) -> PolicyModel:
+def load_model(module: type[PolicyModel], cfg: ModelConfig, mesh: DeviceMesh, device: torch.device,
+               dtype: torch.dtype, trainable: bool, recompute_layers: bool) -> PolicyModel:
     """Load a model folder, sharded over the mesh.
 
     Rank 0 reads the weights in their stored dtype and hands out shards one parameter at a time: nobody else
     ever holds a whole model. One CPU rank keeps plain tensors, which saves FSDP's copies.
 
     Args:
+        module: what the model returns; a head of its own starts as the class makes it.
         dtype: of the parameters kept between steps; compute is bfloat16 on CUDA and this dtype elsewhere.
         recompute_layers: activation checkpointing.
     Raises:
@@ -89,12 +120,12 @@ def load_policy(cfg: ModelConfig, mesh: DeviceMesh, device: torch.device, dtype:
     config = _config(folder, cfg.trust_remote_code)
     stored_dtype = config.dtype or torch.float32
     if mesh.size() == 1 and device.type == "cpu":
-        model = PolicyModel(_read(folder, cfg.trust_remote_code, dtype), stored_dtype)
+        model = module(_read(folder, cfg.trust_remote_code, dtype), stored_dtype)
         _prepare(model, trainable, recompute_layers)
         return model
-    source, dtypes = _read_on_first(folder, cfg.trust_remote_code)
+    source, dtypes = _read_on_first(module, folder, cfg.trust_remote_code)
     with torch.device("meta"):
-        model = PolicyModel(AutoModelForCausalLM.from_config(
+        model = module(AutoModelForCausalLM.from_config(
             config, dtype=dtype, trust_remote_code=cfg.trust_remote_code, **_implementation(dtype)), stored_dtype)
     if (folder / "generation_config.json").exists():
         model.causal_lm.generation_config = GenerationConfig.from_pretrained(folder, local_files_only=True)
@@ -172,12 +203,13 @@ def _first_line(error: Exception) -> str:
     return lines[0] if lines else type(error).__name__
 
 
-def _read_on_first(folder: Path, trust_remote_code: bool) -> tuple[dict[str, Tensor], dict[str, torch.dtype]]:
+def _read_on_first(module: type[PolicyModel], folder: Path,
+                   trust_remote_code: bool) -> tuple[dict[str, Tensor], dict[str, torch.dtype]]:
     """Rank 0: all parameters and buffers by name, in stored dtypes; elsewhere none. On all ranks: their dtypes."""
     source: dict[str, Tensor] = {}
 
     def read() -> dict[str, torch.dtype]:
-        model = _read(folder, trust_remote_code, "auto")
+        model = module(_read(folder, trust_remote_code, "auto"), torch.float32).causal_lm
         source.update({**dict(model.named_parameters()), **dict(model.named_buffers())})
         return {name: tensor.dtype for name, tensor in source.items()}
 

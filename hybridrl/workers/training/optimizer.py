@@ -66,7 +66,7 @@ class Optimizer:
         self.adamw.zero_grad(set_to_none=True)
         if self.skipped_in_a_row > self.cfg.max_skipped_steps:
             raise TrainingError(f"{self.skipped_in_a_row} optimizer steps in a row had non-finite gradients; "
-                                f"policy.training.max_skipped_steps is {self.cfg.max_skipped_steps}.")
+                                f"training.max_skipped_steps is {self.cfg.max_skipped_steps}.")
         return norm, lr, skipped
 
     def moments(self) -> dict[nn.Parameter, tuple[Tensor, Tensor]]:

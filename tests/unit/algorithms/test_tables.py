@@ -214,6 +214,7 @@ def test_good_combinations():
         ({"num_responses": 0}, "num_responses must be at least 1"),
         ({"advantage": "reinforce", "advantage_options": {"baseline": "group"}, "num_responses": 1}, "at least 2"),
         ({"advantage": "gae"}, "'gae' needs a critic.*accepted: .*grpo"),
+        ({"advantage": "rloo", "has_critic": True}, "'rloo' does not read the critic.*accepted: gae"),
         ({"advantage": "pass_at_k", "advantage_options": {"k": 9}}, "k must be at most num_responses = 8, got 9"),
         ({"advantage": "grop"}, "Unknown advantage"),
         ({"aggregation": "mean"}, "Unknown aggregation"),

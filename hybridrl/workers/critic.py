@@ -1,0 +1,71 @@
+"""The critic: a language model with a value head, which learns the return that follows each token."""
+
+from pathlib import Path
+
+from tensordict import TensorDict
+
+from hybridrl.algorithms.values import ValueLoss
+from hybridrl.batch import put
+from hybridrl.config import ModelConfig, TrainingConfig
+from hybridrl.dispatch import over_rows, to_all
+from hybridrl.workers.base import Worker, WorkerContext
+from hybridrl.workers.training.engine import TrainingEngine
+from hybridrl.workers.training.models import ValueModel
+
+
+class CriticWorker(Worker):
+    """One rank of the critic. Its first values are all 0.
+
+    Args:
+        context: rank, device, role.
+        model: folder of the language model whose layers it starts from.
+        cfg: optimizer and batching.
+    Raises:
+        ModelError: the model folder can't be used.
+    """
+
+    def __init__(self, context: WorkerContext, model: ModelConfig, cfg: TrainingConfig):
+        super().__init__(context)
+        self.training = TrainingEngine(model, cfg, self.device, module=ValueModel)
+        self.training.offload()
+
+    @over_rows()
+    def values(self, batch: TensorDict) -> TensorDict:
+        """The batch with `values`: of the state before each response token, which is what the token leaves open."""
+        self.training.onload()
+        put(batch, "values", self.training.values(batch))
+        return batch
+
+    @over_rows(join="first")
+    def update(self, batch: TensorDict, loss: ValueLoss) -> dict[str, float]:
+        """One optimizer step on the batch; the result does not depend on how rows were split.
+
+        Args:
+            batch: `prompt_ids`, `response_ids` and what `loss` reads: `values`, `returns`, `response_mask`,
+                `loss_weights`.
+        Returns:
+            `critic/vf_loss`, `critic/vf_clipfrac`, `critic/explained_variance`, `critic/grad_norm`, `critic/lr`, ...
+        """
+        self.training.onload()
+        metrics = self.training.update(batch, loss)
+        metrics["vf_loss"] = metrics.pop("loss")
+        return {f"critic/{name}": value for name, value in metrics.items()}
+
+    @to_all
+    def offload(self) -> None:
+        """Leave the device to others until the next call; on CUDA, unless `critic.training.offload=never`."""
+        self.training.offload()
+
+    @to_all
+    def save(self, folder: str) -> None:
+        """Write model, optimizer and schedule into `folder`, each rank its shards."""
+        self.training.onload()
+        self.training.save(Path(folder))
+        self.training.offload()
+
+    @to_all
+    def load(self, folder: str) -> None:
+        """Read what `save` wrote, on any number of ranks."""
+        self.training.onload()
+        self.training.load(Path(folder))
+        self.training.offload()

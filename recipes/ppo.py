@@ -1,0 +1,93 @@
+"""PPO: a critic learns what each token may still expect, and advantages are measured against that.
+
+    prompts ─> generate ─> reward ─┬> log-probs ─┬> advantages ─┬> update policy ─┬> sync ─┐
+                  ^                └> values    ─┘  and returns └> update critic ─┘        │
+                  └─────────────────────────── new weights ────────────────────────────────┘
+
+The critic shares the policy's devices, where the two take turns, or has devices of its own (`critic.ranks`): then
+both work at the same time, because each call below is started before the other's result is waited for.
+"""
+
+from hybridrl.algorithms.algorithm import Algorithm
+from hybridrl.algorithms.batch_metrics import batch_metrics
+from hybridrl.algorithms.values import ValueLoss
+from hybridrl.batch import num_rows, repeat
+from hybridrl.command_line import recipe
+from hybridrl.config import PPOConfig
+from hybridrl.controller.cluster import Cluster
+from hybridrl.controller.evaluation import Evaluation
+from hybridrl.controller.run import Run
+from hybridrl.controller.worker_group import WorkerGroup
+from hybridrl.data import PromptLoader, load_prompts, row_seeds
+from hybridrl.metrics import average
+from hybridrl.models import load_tokenizer
+from hybridrl.rewards import Rewarder
+from hybridrl.workers.critic import CriticWorker
+from hybridrl.workers.policy import PolicyWorker
+from hybridrl.workers.trainer import ReferenceWorker
+
+
+@recipe("ppo", PPOConfig)
+def main(cfg: PPOConfig) -> None:
+    """Reinforcement learning with a critic: PPO with generalized advantage estimation."""
+    algorithm = Algorithm(cfg.algorithm, cfg.policy.rollout.max_response_tokens, has_critic=True)
+    value_loss = ValueLoss(cfg.critic.value_clip or None)
+    with Run(cfg, "ppo") as run, Rewarder(cfg.reward) as rewards, Cluster(cfg.cluster, run.log_dir) as cluster:
+        pool = cluster.pool()
+        tokenizer = load_tokenizer(cfg.policy.model)
+        longest = cfg.policy.rollout.max_prompt_tokens
+        data = load_prompts(cfg.data, tokenizer, longest)
+        prompts = PromptLoader(data, seed=cfg.seed, shuffle=cfg.data.shuffle)
+        problems = None
+        if cfg.eval_data.enabled:
+            problems = load_prompts(cfg.eval_data, tokenizer, longest, "eval_data").held_out(data)
+        policy = WorkerGroup(PolicyWorker, pool, cfg.policy, cfg.seed, role="policy")
+        own = cluster.pool(cfg.critic.ranks) if cfg.critic.ranks else pool
+        critic = WorkerGroup(CriticWorker, own, cfg.critic.model, cfg.critic.training, role="critic")
+        reference = None
+        if algorithm.needs_reference:
+            reference = WorkerGroup(ReferenceWorker, pool, cfg.policy.model, cfg.policy.training,
+                                    cfg.policy.rollout.temperature, role="reference")
+        evaluate = Evaluation(cfg, run, policy, rewards, problems)
+        if run.restore(policy=policy, critic=critic, prompts=prompts) == 0 and problems is not None:
+            run.log(0, evaluate(0))
+
+        for step, batch in run.steps(prompts):
+            policy.step = critic.step = step
+            batch = repeat(batch, cfg.algorithm.responses_per_prompt)
+            batch["seeds"] = row_seeds(cfg.seed, step, num_rows(batch))
+            with run.phase("generate"):
+                batch = policy.generate(batch)
+            with run.phase("reward"):
+                batch = rewards(batch)
+            with run.phase("log_probs"):
+                log_probs = policy.log_probs.future(batch)  # first: on shared devices it makes room for the critic
+                values = critic.values.future(batch)
+                batch = log_probs.result()
+                if reference is not None:
+                    batch = reference.log_probs(batch)
+                batch["values"] = values.result()["values"]
+            batch = algorithm.shape(batch)
+            batch["advantages"], batch["returns"] = algorithm.advantages_and_returns(batch)
+            batch = algorithm.correct(batch)
+            with run.phase("update"):
+                updates = []
+                for mini_batch in algorithm.mini_batches(batch, seed=cfg.seed + step):
+                    learned = policy.update.future(mini_batch, algorithm.loss)
+                    judged = critic.update.future(mini_batch, value_loss)
+                    updates.append(learned.result() | judged.result())
+                if own is pool:
+                    critic.offload()
+            with run.phase("sync"):
+                policy.sync_weights()
+            metrics = batch_metrics(batch) | average(updates) | average(policy.take_metrics()) | rewards.metrics
+            run.log(step, metrics | evaluate(step))
+            run.samples(step, batch)
+            run.checkpoint(step, policy=policy, critic=critic, prompts=prompts)
+
+        if cfg.trainer.export:
+            policy.export(str(run.dir / "model"))
+
+
+if __name__ == "__main__":
+    main()
