@@ -143,7 +143,7 @@ def test_loss_gradient_and_metrics_of_one_row_by_hand():
         "loss_weights": torch.tensor([[0.25, 0.25, 0.25, 0.25, 0.0]])}
     loss, metrics = ValueLoss(0.2)(values, columns, None)
     # near: .5 .25; moved up too far: clipped to .7, (.3)^2 > (.1)^2; moved away: (1.5)^2 > (1.2)^2; near: .1^2
-    assert float(loss) == pytest.approx(0.25 * 0.5 * (0.25 + 0.09 + 2.25 + 0.01), abs=1e-6)
+    assert float(loss.detach()) == pytest.approx(0.25 * 0.5 * (0.25 + 0.09 + 2.25 + 0.01), abs=1e-6)
     loss.backward()
     # V - G times 1/4, and nothing for the second, whose clipped error is the larger
     torch.testing.assert_close(values.grad, torch.tensor([[-0.125, 0.0, -0.375, 0.025, 0.0]]))
@@ -159,7 +159,7 @@ def test_without_a_clip_it_is_half_the_squared_error():
                "response_mask": torch.tensor([[True]]), "loss_weights": torch.tensor([[1.0]])}
     loss, metrics = ValueLoss(None)(values, columns, None)
     loss.backward()
-    assert float(loss) == pytest.approx(0.005) and float(values.grad) == pytest.approx(-0.1)
+    assert float(loss.detach()) == pytest.approx(0.005) and float(values.grad) == pytest.approx(-0.1)
     assert metrics["vf_clipfrac"].value() == 0
 
 
