@@ -386,6 +386,11 @@ OWN_CLUSTER = """
 """
 
 
+def heed_interrupts() -> None:
+    """Under a job that a shell started in the background, SIGINT is ignored, and children inherit that."""
+    signal.signal(signal.SIGINT, signal.default_int_handler)
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGKILL])
 def test_nothing_is_left_behind(tmp_path, number):
@@ -394,7 +399,8 @@ def test_nothing_is_left_behind(tmp_path, number):
     temp_dir = tempfile.mkdtemp(prefix="t")  # Ray's sockets need a short path
     process = subprocess.Popen([sys.executable, str(script), str(tmp_path / "logs")], cwd=ROOT, text=True,
                                env=os.environ | {"PYTHONPATH": str(ROOT), "TMPDIR": temp_dir},
-                               stdout=subprocess.PIPE, stderr=subprocess.PIPE, start_new_session=True)
+                               stdout=subprocess.PIPE, stderr=subprocess.PIPE, start_new_session=True,
+                               preexec_fn=heed_interrupts)
     try:
         started = json.loads(process.stdout.readline())
         assert started["worker"] in started["pids"]

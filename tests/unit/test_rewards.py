@@ -303,8 +303,8 @@ REASONS = {
     "os._exit": r"ended its process \(exit status 3\)",
     "segfault": r"ended its process \(signal SIGSEGV\)",
     "close": r"ended its process \(signal SIGKILL\)",
-    "sleep": r"gave no result within 3 s",
-    "loop": r"gave no result within 3 s",
+    "sleep": r"gave no result within 8 s",
+    "loop": r"gave no result within 8 s",
 }
 
 
@@ -312,7 +312,8 @@ def test_each_failure_is_marked_and_touches_no_other_row(own):
     responses = ["fine"] * 20
     for i, response in enumerate(REASONS):
         responses.insert(2 * i, response)
-    with Rewarder(config(f"{own}:misbehave", workers=2, timeout_s=3)) as rewarder:
+    # A row that ends its process must be seen to do so before its time is up, on a busy machine too.
+    with Rewarder(config(f"{own}:misbehave", workers=2, timeout_s=8)) as rewarder:
         scored = rewarder(make_batch(response=responses))
         again = rewarder(make_batch(response=["fine", "nan"]))
     for response, reward, error in zip(responses, scored["rewards"].tolist(), rows_of(scored["reward_error"]),
