@@ -54,7 +54,7 @@ def main(words: list[str]) -> None:
     with tempfile.TemporaryDirectory() as folder:
         command = [sys.executable, "-m", "recipes.grpo", *words, f"trainer.steps={STEPS}",
                    f"trainer.run_dir={folder}/run", "trainer.export=false", "trainer.eval_every=0",
-                   "eval_data.path=''", "eval_data.task=''"]
+                   "eval_data.source=jsonl", "eval_data.path=''", "eval_data.task=''"]
         started, peak = time.time(), 0
         with open(f"{folder}/output", "w") as output:
             process = subprocess.Popen(command, env={**os.environ, MARK: mark}, stdout=output, stderr=output)
