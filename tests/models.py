@@ -44,17 +44,21 @@ def tiny_config(kind: str, **changes):
     return classes[kind](**(shape | changes))
 
 
-def tiny_model(folder, kind: str = "llama", seed: int = 0, dtype: torch.dtype = torch.float32, **changes) -> Path:
+def tiny_model(folder, kind: str = "llama", seed: int = 0, dtype: torch.dtype = torch.float32,
+               classifier: bool = False, **changes) -> Path:
     """Write a tiny model of one of KINDS with its tokenizer and chat template; returns the folder.
 
-    Weights depend on `kind`, `seed` and the configuration `changes` only.
+    Weights depend on `kind`, `seed` and the configuration `changes` only. A `classifier` has a head that scores
+    sequences (of one label, unless `num_labels` is among the changes) in the place of the language-model head.
     """
-    from transformers import AutoModelForCausalLM
+    from transformers import AutoModelForCausalLM, AutoModelForSequenceClassification
 
     folder = Path(folder)
+    made_by = AutoModelForSequenceClassification if classifier else AutoModelForCausalLM
+    changes = {"num_labels": 1} | changes if classifier else changes
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(seed)
-        model = AutoModelForCausalLM.from_config(tiny_config(kind, **changes), dtype=torch.float32)
+        model = made_by.from_config(tiny_config(kind, **changes), dtype=torch.float32)
         with torch.no_grad():  # biases and norms start at 0 and 1: move them, or a swap of two would go unseen
             for parameter in model.parameters():
                 if parameter.dim() == 1:

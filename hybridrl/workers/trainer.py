@@ -50,12 +50,14 @@ class TrainerWorker(Worker):
         Args:
             batch: `prompt_ids`, `response_ids` and the columns that `loss` reads.
             loss: gives the partial loss of some rows, with coefficients that count the whole batch; it gets
-                entropies when it has an attribute `needs_entropies` that is true.
+                entropies when it has an attribute `needs_entropies` that is true, and with an attribute `candidates`
+                the log-probs of the tokens in the column of that name.
         Returns:
             `train/loss`, `train/grad_norm`, `train/lr`, ... and the loss function's own metrics.
         """
         self.enter_training()
-        metrics = self.training.update(batch, loss, self.temperature, getattr(loss, "needs_entropies", False))
+        metrics = self.training.update(batch, loss, self.temperature, getattr(loss, "needs_entropies", False),
+                                       getattr(loss, "candidates", ""))
         return {name if "/" in name else f"train/{name}": value for name, value in metrics.items()}
 
     @to_all

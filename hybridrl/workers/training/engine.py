@@ -31,7 +31,7 @@ LossFunction = Callable[[Tensor, dict[str, Tensor], Tensor | None], tuple[Tensor
 
 The loss is a sum over the micro-batch with coefficients that already count the whole batch of all ranks; the
 engine adds partial losses up. Log-probs and entropies are 0 in the padding. With a ValueModel, values stand in the
-place of log-probs, and there are no entropies.
+place of log-probs, and there are no entropies. A loss that names `candidates` finds their log-probs among the columns.
 """
 
 
@@ -95,6 +95,10 @@ class TrainingEngine:
         """A ValueModel's value of the state before each response token, shaped as `log_probs`."""
         return self._score(batch, ["values"])["values"]
 
+    def top_log_probs(self, batch: TensorDict, temperature: float = 1.0) -> dict[str, Tensor]:
+        """As `log_probs`, of a TeacherModel: also `top_log_probs` and `top_ids` [B, R, k] of its likeliest tokens."""
+        return self._score(batch, ["log_probs", "top_log_probs", "top_ids"], temperature)
+
     @torch.no_grad()
     def _score(self, batch: TensorDict, names: list[str], temperature: float = 1.0) -> dict[str, Tensor]:
         """The model's outputs under `names`."""
@@ -103,14 +107,15 @@ class TrainingEngine:
         values = {name: torch.empty(int(sizes.sum()), dtype=torch.float32) for name in names}
         for part in self._micro_batches(batch):
             for name, value in zip(names, self._forward(part, temperature, "entropies" in names), strict=False):
-                values[name] = values[name].to(value.dtype)  # float64 models keep float64
+                if values[name].shape[1:] != value.shape[1:] or values[name].dtype != value.dtype:
+                    values[name] = value.new_empty(len(values[name]), *value.shape[1:], device="cpu")
                 values[name][part.sources] = value.cpu()
         if self.sharded:
             self.model.reshard()  # forward passes alone leave the root's weights gathered
         return {name: from_lengths(value, sizes) for name, value in values.items()}
 
     def update(self, batch: TensorDict, loss_fn: LossFunction, temperature: float = 1.0,
-               entropies: bool = False) -> dict[str, float]:
+               entropies: bool = False, candidates: str = "") -> dict[str, float]:
         """One optimizer step on all rows of all ranks.
 
         The result does not depend on the number of ranks, on how rows are spread over them, or on
@@ -121,6 +126,8 @@ class TrainingEngine:
             loss_fn: see LossFunction.
             temperature: divides the logits.
             entropies: hand entropies to `loss_fn`.
+            candidates: name of a column of token ids, ragged [B, R, K]: `loss_fn` finds their log-probs as the column
+                `candidate_log_probs` [b, R, K], with gradient.
         Returns:
             The same on every rank: `loss` (summed), `grad_norm` (before clipping), `lr`, `skipped` (1 when the
             gradient was not finite), `tokens` (fed, all ranks), `micro_batches` (per rank), and the
@@ -134,7 +141,7 @@ class TrainingEngine:
         parts = self._micro_batches(batch)
         if not parts:
             raise BatchError("an update needs at least one row; no rank has any.")
-        pieces = [self._backward(batch, part, loss_fn, temperature, entropies) for part in parts]
+        pieces = [self._backward(batch, part, loss_fn, temperature, entropies, candidates) for part in parts]
         pieces.append({"tokens": Mean(sum(fed_lengths(batch)), 1)})
         totals = self._merge_over_ranks(pieces)
         loss, tokens = totals.pop("loss"), totals.pop("tokens")
@@ -244,18 +251,28 @@ class TrainingEngine:
         bins += [[] for _ in range(int(count) - len(bins))]
         return list(micro_batches(batch, bins, self.device))
 
-    def _forward(self, part: MicroBatch, temperature: float, entropies: bool) -> tuple[Tensor, Tensor | None]:
-        return self.model(part.input_ids, part.position_ids, part.predictors, part.targets, part.groups,
-                          temperature, self.cfg.logits_chunk_tokens, entropies)
+    def _forward(self, part: MicroBatch, temperature: float, entropies: bool,
+                 targets: Tensor | None = None) -> tuple[Tensor, Tensor | None]:
+        return self.model(part.input_ids, part.position_ids, part.predictors,
+                          part.targets if targets is None else targets, part.groups, temperature,
+                          self.cfg.logits_chunk_tokens, entropies)
 
     def _backward(self, batch: TensorDict, part: MicroBatch, loss_fn: LossFunction, temperature: float,
-                  entropies: bool) -> dict[str, Partial]:
+                  entropies: bool, candidates: str) -> dict[str, Partial]:
         """Add the gradient of one micro-batch; returns sums and counts of its metrics, its loss among them."""
-        log_probs, entropy = self._forward(part, temperature, entropies)
+        targets = None
+        if candidates:
+            others = batch[candidates].values()[part.sources].to(self.device)
+            targets = torch.cat([part.targets[:, None], others], dim=1)
+        log_probs, entropy = self._forward(part, temperature, entropies, targets)
         if not part.rows:
             log_probs.sum().backward()  # no targets: a sum of nothing, whose backward pass is still a collective
             return {}
-        loss, metrics = loss_fn(part.padded(log_probs), columns(batch, part, self.device),
+        inputs = columns(batch, part, self.device)
+        if candidates:
+            inputs["candidate_log_probs"] = part.padded(log_probs[:, 1:])
+            log_probs = log_probs[:, 0]
+        loss, metrics = loss_fn(part.padded(log_probs), inputs,
                                 part.padded(entropy) if entropy is not None else None)
         if not loss.requires_grad:  # a constant loss still has to join the backward pass of the others
             loss = loss + log_probs.sum() * 0

@@ -17,30 +17,52 @@ def token_log_probs(hidden: Tensor, weight: Tensor, bias: Tensor | None, targets
     Args:
         hidden: [N, H]; N may be 0.
         weight: [V, H], bias [V] or None: the language-model head, in the dtype of `hidden`.
-        targets: [N] int64.
+        targets: [N] int64, or [N, K]: K tokens of interest at each place.
         temperature: positive; divides the logits.
         chunk: tokens whose logits are held at a time.
         entropies: compute them too.
     Returns:
-        log-probs [N] and entropies [N] or None, float32 (float64 for float64 inputs), both differentiable.
+        log-probs, shaped as `targets`, and entropies [N] or None, float32 (float64 for float64 inputs), both
+        differentiable.
     """
-    log_probs, entropy = _TokenLogProbs.apply(hidden, weight, bias, targets, temperature, chunk, entropies)
-    return log_probs, entropy if entropies else None
+    several = targets[:, None] if targets.dim() == 1 else targets
+    log_probs, entropy = _TokenLogProbs.apply(hidden, weight, bias, several, temperature, chunk, entropies)
+    return log_probs.view(targets.shape), entropy if entropies else None
+
+
+@torch.no_grad()
+def top_log_probs(hidden: Tensor, weight: Tensor, bias: Tensor | None, targets: Tensor, temperature: float,
+                  chunk: int, k: int, vocabulary: int | None = None) -> tuple[Tensor, Tensor, Tensor]:
+    """As `token_log_probs` without gradient, and the k likeliest tokens at each place (of the first `vocabulary` ids).
+
+    Returns:
+        log-probs of `targets` [N], the k largest log-probs [N, k] in falling order, their token ids [N, k] int64.
+    """
+    dtype = torch.promote_types(hidden.dtype, torch.float32)
+    log_probs = hidden.new_empty(len(hidden), dtype=dtype)
+    best, ids = log_probs.new_empty(len(hidden), k), targets.new_empty(len(hidden), k)
+    for part in _chunks(len(hidden), chunk):
+        logits = _logits(hidden[part], weight, bias, temperature)
+        normalizers = torch.logsumexp(logits, dim=-1)
+        log_probs[part] = logits.gather(1, targets[part, None])[:, 0] - normalizers
+        best[part], ids[part] = logits[:, :vocabulary].topk(k, dim=-1)
+        best[part] -= normalizers[:, None]
+    return log_probs, best, ids
 
 
 class _TokenLogProbs(torch.autograd.Function):
     @staticmethod
     def forward(ctx, hidden, weight, bias, targets, temperature, chunk, entropies):
         dtype = torch.promote_types(hidden.dtype, torch.float32)
-        log_probs = hidden.new_empty(len(hidden), dtype=dtype)
-        normalizers = torch.empty_like(log_probs)
+        log_probs = hidden.new_empty(targets.shape, dtype=dtype)
+        normalizers = hidden.new_empty(len(hidden), dtype=dtype)
         entropy = hidden.new_empty(len(hidden) if entropies else 0, dtype=dtype)
         logits = None
         for part in _chunks(len(hidden), chunk):
             logits = None  # frees the previous chunk before the next is made
             logits = _logits(hidden[part], weight, bias, temperature)
             normalizers[part] = torch.logsumexp(logits, dim=-1)
-            log_probs[part] = logits.gather(1, targets[part, None])[:, 0] - normalizers[part]
+            log_probs[part] = logits.gather(1, targets[part]) - normalizers[part, None]
             if entropies:
                 shifted = logits - normalizers[part, None]
                 entropy[part] = -torch.linalg.vecdot(shifted.exp(), shifted)
@@ -92,12 +114,13 @@ def _logits_grad(logits: Tensor, targets: Tensor, normalizers: Tensor, grad_log_
                  entropy: Tensor | None, grad_entropy: Tensor | None) -> Tensor:
     """d loss / d logits, written over `logits`.
 
-    d log p_y / d z_j = [j = y] - p_j and d H / d z_j = -p_j (log p_j + H).
+    d log p_y / d z_j = [j = y] - p_j, summed over the targets y of a place, and d H / d z_j = -p_j (log p_j + H).
     """
     grad = logits.sub_(normalizers[:, None])
+    total = grad_log_probs.sum(1, keepdim=True)
     if entropy is None or grad_entropy is None:
-        grad.exp_().mul_(-grad_log_probs[:, None])
+        grad.exp_().mul_(-total)
     else:
         probs = grad.exp()
-        grad.add_(entropy[:, None]).mul_(-grad_entropy[:, None]).sub_(grad_log_probs[:, None]).mul_(probs)
-    return grad.scatter_add_(1, targets[:, None], grad_log_probs[:, None])
+        grad.add_(entropy[:, None]).mul_(-grad_entropy[:, None]).sub_(total).mul_(probs)
+    return grad.scatter_add_(1, targets, grad_log_probs)

@@ -4,6 +4,7 @@
 """
 
 from pathlib import Path
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -34,6 +35,9 @@ LOGIT_CHANGES = ("final_logit_softcapping", "logit_scale", "logits_scaling", "ou
 
 class PolicyModel(nn.Module):
     """Log-probs of the response tokens of one packed row."""
+
+    loads: Any = AutoModelForCausalLM
+    """The transformers class that reads a folder for it."""
 
     def __init__(self, causal_lm: PreTrainedModel, stored_dtype: torch.dtype):
         super().__init__()
@@ -120,12 +124,12 @@ def load_model(module: type[PolicyModel], cfg: ModelConfig, mesh: DeviceMesh, de
     config = _config(folder, cfg.trust_remote_code)
     stored_dtype = config.dtype or torch.float32
     if mesh.size() == 1 and device.type == "cpu":
-        model = module(_read(folder, cfg.trust_remote_code, dtype), stored_dtype)
+        model = module(_read(module, folder, cfg.trust_remote_code, dtype), stored_dtype)
         _prepare(model, trainable, recompute_layers)
         return model
     source, dtypes = _read_on_first(module, folder, cfg.trust_remote_code)
     with torch.device("meta"):
-        model = module(AutoModelForCausalLM.from_config(
+        model = module(module.loads.from_config(
             config, dtype=dtype, trust_remote_code=cfg.trust_remote_code, **_implementation(dtype)), stored_dtype)
     if (folder / "generation_config.json").exists():
         model.causal_lm.generation_config = GenerationConfig.from_pretrained(folder, local_files_only=True)
@@ -173,11 +177,12 @@ def _config(folder: Path, trust_remote_code: bool) -> PretrainedConfig:
     return config
 
 
-def _read(folder: Path, trust_remote_code: bool, dtype: torch.dtype | str) -> PreTrainedModel:
+def _read(module: type[PolicyModel], folder: Path, trust_remote_code: bool,
+          dtype: torch.dtype | str) -> PreTrainedModel:
     """The whole model on CPU; every parameter must come from the folder and every stored weight must have a place."""
     config = _config(folder, trust_remote_code)
     try:
-        model, info = AutoModelForCausalLM.from_pretrained(
+        model, info = module.loads.from_pretrained(
             folder, config=config, dtype=dtype, output_loading_info=True, use_safetensors=True,
             local_files_only=True, trust_remote_code=trust_remote_code, **_implementation(dtype))
     except (ValueError, OSError, RuntimeError, KeyError) as error:
@@ -209,7 +214,7 @@ def _read_on_first(module: type[PolicyModel], folder: Path,
     source: dict[str, Tensor] = {}
 
     def read() -> dict[str, torch.dtype]:
-        model = module(_read(folder, trust_remote_code, "auto"), torch.float32).causal_lm
+        model = module(_read(module, folder, trust_remote_code, "auto"), torch.float32).causal_lm
         source.update({**dict(model.named_parameters()), **dict(model.named_buffers())})
         return {name: tensor.dtype for name, tensor in source.items()}
 

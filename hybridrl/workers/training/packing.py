@@ -43,9 +43,9 @@ class MicroBatch:
     """Attention calls."""
 
     def padded(self, values: Tensor) -> Tensor:
-        """[N] values as right-padded [b, R], zero in the padding; keeps the gradient."""
-        cells = values.new_zeros(len(self.rows) * self.width)
-        return cells.index_copy(0, self.cells, values).view(len(self.rows), self.width)
+        """[N, ...] values as right-padded [b, R, ...], zero in the padding; keeps the gradient."""
+        cells = values.new_zeros(len(self.rows) * self.width, *values.shape[1:])
+        return cells.index_copy(0, self.cells, values).unflatten(0, (len(self.rows), self.width))
 
 
 def fed_lengths(batch: TensorDict) -> list[int]:

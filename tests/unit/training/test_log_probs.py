@@ -4,7 +4,7 @@ import pytest
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from hybridrl.workers.training.log_probs import token_log_probs
+from hybridrl.workers.training.log_probs import token_log_probs, top_log_probs
 
 N, H, V = 13, 6, 29
 
@@ -46,6 +46,38 @@ def test_values_and_gradients(chunk, temperature, bias, entropies):
     for got, want in zip(ours[:3], theirs[:3], strict=True):
         if want is not None:
             torch.testing.assert_close(got.grad, want.grad, rtol=0, atol=1e-12)
+
+
+@pytest.mark.parametrize("chunk", [3, 100])
+@pytest.mark.parametrize("entropies", [False, True])
+def test_several_tokens_at_each_place(chunk, entropies):
+    """Values and gradients at [N, K] targets; a token may be asked for twice."""
+    ours, theirs = inputs(bias=True), inputs(bias=True)
+    targets = torch.randint(0, V, (N, 4), generator=torch.Generator().manual_seed(3))
+    targets[:, 1] = targets[:, 0]
+    log_probs, entropy = token_log_probs(*ours[:3], targets, 0.7, chunk, entropies)
+    every = torch.log_softmax((theirs[0] @ theirs[1].T + theirs[2]) / 0.7, dim=-1)
+    torch.testing.assert_close(log_probs, every.gather(1, targets), rtol=0, atol=1e-13)
+    weights = torch.linspace(-1, 2, 4 * N, dtype=torch.float64).view(N, 4)
+    loss = (log_probs * weights).sum() + (entropy.square().sum() if entropies else 0)
+    expected = (every.gather(1, targets) * weights).sum()
+    if entropies:
+        expected = expected + (every.exp() * every).sum(-1).square().sum()
+    loss.backward()
+    expected.backward()
+    for got, want in zip(ours[:3], theirs[:3], strict=True):
+        torch.testing.assert_close(got.grad, want.grad, rtol=0, atol=1e-12)
+
+
+@pytest.mark.parametrize("chunk", [1, 5, 100])
+def test_the_likeliest_tokens(chunk):
+    hidden, weight, bias, targets = inputs(bias=True)
+    log_probs, best, ids = top_log_probs(hidden, weight, bias, targets, 0.7, chunk, 3, 11)
+    every = torch.log_softmax((hidden @ weight.T + bias) / 0.7, dim=-1)
+    torch.testing.assert_close(log_probs, every.gather(1, targets[:, None])[:, 0], rtol=0, atol=1e-13)
+    assert torch.equal(ids, every[:, :11].argsort(descending=True)[:, :3])
+    torch.testing.assert_close(best, every.gather(1, ids), rtol=0, atol=1e-13)
+    assert not best.requires_grad and best.sum() > every.sort(descending=True)[0][:, 3:6].sum()
 
 
 def test_by_hand():
@@ -116,4 +148,12 @@ def test_no_pass_holds_logits_of_more_than_a_chunk(entropies):
     with LargestTensor() as seen:
         log_probs, entropy = token_log_probs(hidden, weight, None, targets, 0.9, 8, entropies)
         (log_probs.sum() + (entropy.sum() if entropies else 0)).backward()
+    assert 0 < seen.largest <= 8 * V
+
+
+def test_neither_do_the_likeliest_tokens():
+    hidden, weight, _, targets = inputs(n=40)
+    with LargestTensor() as seen:
+        top_log_probs(hidden, weight, None, targets, 0.9, 8, 3)
+        token_log_probs(hidden, weight, None, targets[:, None].expand(-1, 3), 0.9, 8)[0].sum().backward()
     assert 0 < seen.largest <= 8 * V
