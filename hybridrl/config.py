@@ -329,6 +329,9 @@ class AlgorithmConfig:
     """Penalty for leaving the reference."""
     entropy_coefficient: float = 0.0
     """Weight of the entropy bonus."""
+    old_log_probs: str = "auto"
+    """`separate` computes the log-probs before the update in a pass of their own; `auto` does so only where something
+    needs them first, and otherwise takes them from the update's own first forward pass, with the same numbers."""
     mini_batches: int = 1
     """Optimizer steps per batch."""
     epochs: int = 1
@@ -336,6 +339,7 @@ class AlgorithmConfig:
 
     def validate(self) -> None:
         check(self.responses_per_prompt >= 1, "algorithm.responses_per_prompt", self.responses_per_prompt, "at least 1")
+        check_choice("algorithm.old_log_probs", self.old_log_probs, ("auto", "separate"))
         check(self.mini_batches >= 1, "algorithm.mini_batches", self.mini_batches, "at least 1")
         check(self.epochs >= 1, "algorithm.epochs", self.epochs, "at least 1")
         check(self.kl.coefficient >= 0, "algorithm.kl.coefficient", self.kl.coefficient, "at least 0")

@@ -82,7 +82,10 @@ def main(cfg: GRPOConfig) -> None:
             if cfg.algorithm.dynamic_sampling.enabled:
                 batch, sampling = refill(step, batch)
             with run.phase("log_probs"):
-                batch = policy.log_probs(batch)
+                policy.enter_training()
+                # else the update's own first forward pass gives them
+                if algorithm.needs_old_log_probs:
+                    batch = policy.log_probs(batch)
                 if reference is not None:
                     batch = reference.log_probs(batch)
             batch = algorithm.shape(batch)

@@ -61,9 +61,11 @@ def main(cfg: PPOConfig) -> None:
             with run.phase("reward"):
                 batch = rewards(batch)
             with run.phase("log_probs"):
-                log_probs = policy.log_probs.future(batch)  # first: on shared devices it makes room for the critic
+                policy.enter_training()  # on shared devices it makes room for the critic
                 values = critic.values.future(batch)
-                batch = log_probs.result()
+                # else the update's own first forward pass gives them
+                if algorithm.needs_old_log_probs:
+                    batch = policy.log_probs(batch)
                 if reference is not None:
                     batch = reference.log_probs(batch)
                 batch["values"] = values.result()["values"]

@@ -21,11 +21,13 @@ from torch import Tensor
 from hybridrl.algorithms.advantages import ADVANTAGES, compute_advantages
 from hybridrl.algorithms.aggregation import AGGREGATIONS, aggregate, loss_weights
 from hybridrl.algorithms.combinations import check_combination
-from hybridrl.algorithms.corrections import correct
+from hybridrl.algorithms.corrections import CORRECTIONS, correct
+from hybridrl.algorithms.diagnostics import batch_mismatch
 from hybridrl.algorithms.kl import KL_ESTIMATORS, token_kl
 from hybridrl.algorithms.losses import POLICY_LOSSES, policy_loss
 from hybridrl.algorithms.metrics import policy_metrics
-from hybridrl.algorithms.partials import Partial, mean_of
+from hybridrl.algorithms.old_log_probs import serves_one_update
+from hybridrl.algorithms.partials import Max, Partial, mean_of
 from hybridrl.algorithms.returns import place_outcome
 from hybridrl.algorithms.reward_shaping import drop_rows, kl_in_reward, overlong_penalty
 from hybridrl.algorithms.tables import Entry
@@ -59,6 +61,8 @@ class Loss:
     """What a policy worker needs to turn log-probs into a partial loss; pickles, a user's own functions included.
 
     Called with log_probs [b, R] (carrying gradient), the padded columns of the same rows, and entropies or None.
+    Where there is no column `old_log_probs`, the update starts from the weights that would have made it: the
+    log-probs at hand are the old ones, and the corrections are computed from them here.
     """
 
     policy_loss: Entry
@@ -66,6 +70,10 @@ class Loss:
     kl: Entry | None
     kl_coefficient: float
     entropy_coefficient: float
+    corrections: Mapping[Entry, Mapping[str, Any]]
+    """Options of each correction; used where the batch brings no `correction_weights`."""
+    diagnoses: bool
+    """Whether it measures `mismatch/...`, which only a single update over the whole batch can."""
 
     @property
     def needs_entropies(self) -> bool:
@@ -76,12 +84,17 @@ class Loss:
                  entropies: Tensor | None) -> tuple[Tensor, dict[str, Partial]]:
         """The partial loss (0-d) of some rows of a mini-batch and its metrics as sums and counts."""
         POLICY_LOSSES.adopt(self.policy_loss)
-        columns = {**columns, "mask": columns["response_mask"], "log_probs": log_probs}
-        mask = columns["mask"]
+        mask, reused = columns["response_mask"], "old_log_probs" not in columns
+        columns = {"old_log_probs": log_probs.detach(), **columns, "mask": mask, "log_probs": log_probs}
+        if self.corrections and "correction_weights" not in columns:
+            columns["correction_weights"] = self._correction_weights(columns)
         result = policy_loss(self.policy_loss.name, columns, self.options)
         moved = policy_metrics(log_probs.detach(), columns["old_log_probs"], mask,
                                ref_log_probs=columns.get("ref_log_probs"), entropies=entropies)
         metrics: dict[str, Partial] = {f"policy/{name}": value for name, value in (result.metrics | moved).items()}
+        metrics["old_log_probs_reused"] = Max(float(reused))
+        if self.diagnoses and "rollout_log_probs" in columns:
+            metrics |= batch_mismatch(columns)
         loss = aggregate(result.loss, columns["loss_weights"], mask)
         if self.kl is not None:
             KL_ESTIMATORS.adopt(self.kl)
@@ -91,6 +104,11 @@ class Loss:
         if entropies is not None and self.needs_entropies:
             loss = loss - self.entropy_coefficient * aggregate(entropies, columns["loss_weights"], mask)
         return loss, metrics
+
+    def _correction_weights(self, columns: Mapping[str, Tensor]) -> Tensor:
+        for entry in self.corrections:
+            CORRECTIONS.adopt(entry)
+        return correct({entry.name: options for entry, options in self.corrections.items()}, columns).weights.float()
 
 
 class Algorithm:
@@ -126,8 +144,14 @@ class Algorithm:
         self.loss: Callable[..., tuple[Tensor, dict[str, Partial]]] = Loss(
             POLICY_LOSSES[cfg.loss.name], cfg.loss.options,
             KL_ESTIMATORS[cfg.kl.estimator] if cfg.kl.coefficient and cfg.kl.place == "loss" else None,
-            cfg.kl.coefficient, cfg.entropy_coefficient)
+            cfg.kl.coefficient, cfg.entropy_coefficient,
+            {CORRECTIONS[name]: options for name, options in self.corrections.items()}, serves_one_update(cfg))
         self.max_response_tokens = max_response_tokens
+
+    @property
+    def needs_old_log_probs(self) -> bool:
+        """Whether `old_log_probs` must be there before the update; if not, its own first forward pass makes them."""
+        return self.cfg.old_log_probs == "separate" or not serves_one_update(self.cfg)
 
     @property
     def needs_reference(self) -> bool:
@@ -176,9 +200,10 @@ class Algorithm:
     def correct(self, batch: TensorDict) -> TensorDict:
         """The batch with `correction_weights` for the gap between rollout and training log-probs, if configured.
 
-        Without a configured correction there is no such column: some losses then bring their own.
+        Without a configured correction there is no such column: some losses then bring their own. Nor is there
+        without `old_log_probs`: then the update computes both.
         """
-        if self.corrections:
+        if self.corrections and "old_log_probs" in batch.keys():
             correction = correct(self.corrections, padded_columns(batch))
             batch["correction_weights"] = unpadded(correction.weights.float(), like=batch["response_ids"])
         return batch

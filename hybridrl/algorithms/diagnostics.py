@@ -4,13 +4,29 @@ Healthy dense bfloat16 models have kl_k3 of 1e-4 to 1e-3; sustained growth prece
 sample size below 0.3 calls for fresher data.
 """
 
+from collections.abc import Mapping
+
 import torch
 from torch import Tensor
 
 from hybridrl.algorithms.columns import check_tokens
 from hybridrl.algorithms.corrections import Correction
 from hybridrl.algorithms.masked import LOG_RATIO_LIMIT, exp_clamped, row_mean, select
-from hybridrl.algorithms.partials import EffectiveSize, Mean, Partial, max_of, mean_of, min_of
+from hybridrl.algorithms.partials import EffectiveSize, Max, Mean, Partial, max_of, mean_of, min_of
+
+
+def batch_mismatch(columns: Mapping[str, Tensor]) -> dict[str, Partial]:
+    """`mismatch/...` of some rows: `mismatch_metrics`, and `max_gap`, the largest log-prob difference of any token.
+
+    Args:
+        columns: old_log_probs, rollout_log_probs, mask; correction_weights where a correction is applied.
+    """
+    old, rollout, mask = (columns[name] for name in ("old_log_probs", "rollout_log_probs", "mask"))
+    weights = columns.get("correction_weights")
+    correction = None if weights is None else Correction(weights, mask & (weights > 0))
+    gap = torch.where(mask, (old.detach() - rollout).abs(), 0.0)
+    metrics = mismatch_metrics(old, rollout, mask, correction) | {"max_gap": Max(gap.max() if gap.numel() else 0.0)}
+    return {f"mismatch/{name}": value for name, value in metrics.items()}
 
 
 @torch.no_grad()

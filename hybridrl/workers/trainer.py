@@ -30,6 +30,7 @@ class TrainerWorker(Worker):
         self.training = TrainingEngine(model, cfg, self.device)
         self.temperature = temperature
 
+    @to_all
     def enter_training(self) -> None:
         """Called before the training engine is used; a worker whose device is shared makes room here."""
 

@@ -132,8 +132,15 @@ def test_every_algorithm_group_loads(name, grpo):
 
 
 def test_rloo_with_a_penalty_for_leaving_the_reference(run, grpo, tmp_path):
-    run(*grpo, "algorithm=rloo", "algorithm.kl.coefficient=0.1", "policy.rollout.engine=transformers",
-        "trainer.trackers=[]", "trainer.export=false", f"trainer.run_dir={tmp_path / 'run'}")
+    """And that old log-probs are exactly the same, whether they get a pass of their own or not."""
+    words = [*grpo, "algorithm=rloo", "algorithm.kl.coefficient=0.1", "policy.rollout.engine=transformers",
+             "trainer.trackers=[]", "trainer.export=false"]
+    run(*words, f"trainer.run_dir={tmp_path / 'run'}")
+    run(*words, f"trainer.run_dir={tmp_path / 'separate'}", "algorithm.old_log_probs=separate")
+    separate, reused = metrics(tmp_path / "separate"), metrics(tmp_path / "run")
+    name = "train/old_log_probs_reused"
+    assert [row[name] for row in reused.values()] == [1, 1] and [row[name] for row in separate.values()] == [0, 0]
+    assert reused == {step: {**row, name: 1} for step, row in separate.items()}
     first, second = metrics(tmp_path / "run").values()
     assert first["policy/kl_loss"] == pytest.approx(0, abs=1e-9), "the policy starts as the reference"
     assert second["policy/kl_loss"] > 1e-5

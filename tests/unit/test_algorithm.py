@@ -7,8 +7,9 @@ import torch
 
 from hybridrl.algorithms.algorithm import Algorithm
 from hybridrl.algorithms.batch_metrics import batch_metrics
+from hybridrl.algorithms.partials import finalize
 from hybridrl.algorithms.values import ValueLoss
-from hybridrl.batch import lengths, make_batch, num_rows, padded, rows_of
+from hybridrl.batch import lengths, make_batch, num_rows, padded, rows_of, unpadded
 from hybridrl.config import AlgorithmConfig, Choice, DynamicSamplingConfig, GRPOConfig, KLConfig, OverlongConfig
 from hybridrl.config_loading import load
 from hybridrl.errors import ConfigError
@@ -110,6 +111,60 @@ def test_loss_with_kl_and_entropy_by_hand():
     loss.backward()
     torch.testing.assert_close(log_probs.grad, torch.tensor([[-a / 2 + 0.1 * 0.5 / 2], [a / 2]]), atol=1e-5, rtol=0)
     assert algorithm.loss.needs_entropies and metrics["policy/entropy"].value() == pytest.approx(1.0)
+
+
+def reasons(**options):
+    return Algorithm(AlgorithmConfig(**options), 8, columns=["teacher_log_probs"])
+
+
+@pytest.mark.parametrize(("options", "needed"), [
+    ({}, False), ({"corrections": [Choice(name="geometric_mask"), Choice(name="sequence_tis")]}, False),
+    ({"kl": KLConfig(coefficient=0.1)}, False), ({"kl": KLConfig(place="reward")}, False),
+    ({"old_log_probs": "separate"}, True), ({"mini_batches": 2}, True), ({"epochs": 2}, True),
+    ({"kl": KLConfig(coefficient=0.1, place="reward")}, True), ({"loss": Choice(name="clip_cov")}, True),
+    ({"loss": Choice(name="decoupled_ppo")}, True), ({"advantage": Choice(name="reinforce_pp")}, True)])
+def test_old_log_probs_get_a_pass_of_their_own_only_where_something_needs_them_first(options, needed):
+    assert reasons(**options).needs_old_log_probs is needed
+
+
+def test_old_log_probs_is_auto_or_separate():
+    with pytest.raises(ConfigError, match="algorithm.old_log_probs: .*auto, separate"):
+        AlgorithmConfig(old_log_probs="never").validate()
+
+
+@pytest.mark.parametrize("corrections", [["token_tis"], ["geometric_mask", "sequence_tis"], []])
+def test_first_pass_log_probs_give_what_a_separate_pass_gives(corrections):
+    """Loss, gradient and every metric, bit for bit; the loss says which it did."""
+    algorithm = Algorithm(AlgorithmConfig(corrections=[Choice(name=name) for name in corrections]), 8)
+    batch = algorithm.shape(scored([1.0, 0.0, 0.5], [3, 2, 4], [0, 0, 0]))
+    g = torch.Generator().manual_seed(0)
+    current, noise = -torch.rand(3, 4, generator=g), 0.01 * torch.randn(3, 4, generator=g)
+    for name, values in (("old_log_probs", current), ("rollout_log_probs", current + noise)):
+        batch[name] = unpadded(values, like=batch["response_ids"])
+    batch["advantages"] = algorithm.advantages(batch)
+    results = {}
+    for reused in (False, True):
+        given = algorithm.correct(batch.exclude("old_log_probs") if reused else batch.copy())
+        assert ("correction_weights" in given.keys()) is (bool(corrections) and not reused)
+        (mini_batch,) = algorithm.mini_batches(given)
+        columns = {name: padded(mini_batch[name]) for name in mini_batch.keys()
+                   if name != "prompt_ids" and getattr(mini_batch.get(name), "is_nested", False)}
+        log_probs = padded(batch["old_log_probs"]).requires_grad_()
+        loss, metrics = algorithm.loss(log_probs, columns, None)
+        loss.backward()
+        assert metrics.pop("old_log_probs_reused").value() == reused
+        results[reused] = loss.item(), log_probs.grad.tolist(), finalize(metrics)
+    assert results[True] == results[False]
+    assert results[True][2]["mismatch/kl_k3"] > 0 and results[True][2]["mismatch/max_gap"] > 0
+
+
+def test_mismatch_is_measured_by_the_batch_where_there_are_several_updates():
+    algorithm = Algorithm(AlgorithmConfig(epochs=2), 8)
+    assert not algorithm.loss.diagnoses
+    batch = algorithm.shape(scored([1.0, 0.0], [2, 1], [0, 0]))
+    batch["weight_versions"], batch["advantages"] = batch["response_ids"], algorithm.advantages(batch)
+    assert batch_metrics(batch)["mismatch/max_gap"] == 0
+    assert not [name for name in batch_metrics(batch.exclude("old_log_probs")) if name.startswith("mismatch/")]
 
 
 def test_remax_asks_for_the_greedy_response_and_others_do_not():

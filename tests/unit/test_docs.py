@@ -117,7 +117,7 @@ class Stub:
 
     def update(self, mini_batch, loss):
         columns = padded_columns(mini_batch)
-        current = columns["old_log_probs"].clone().requires_grad_()
+        current = columns.get("old_log_probs", columns["rollout_log_probs"]).clone().requires_grad_()
         value, metrics = loss(current, {**columns, "response_mask": columns["mask"]}, None)
         value.backward()
         assert current.grad.isfinite().all()
