@@ -70,8 +70,8 @@ def measure(options: dict[str, str]) -> dict[str, object]:
             seconds.append(time.perf_counter() - started)
             rates.append(3 * matrix_rate.flops(shapes) / matrix_rate.seconds(shapes, backward=True))
     update_s, rate = statistics.median(seconds), statistics.median(rates)
-    return {"model": options["model"], "fed_tokens": sum(fed), "micro_batches": len(fed), "update_s": round(update_s, 3),
-            "model_flops": model_flops, "flops_per_s": round(model_flops / update_s),
+    return {"model": options["model"], "fed_tokens": sum(fed), "micro_batches": len(fed),
+            "update_s": round(update_s, 3), "model_flops": model_flops, "flops_per_s": round(model_flops / update_s),
             "matrix_flops_per_s": round(rate), "mfu": round(model_flops / update_s / rate, 3),
             "threads": torch.get_num_threads()}
 

@@ -76,7 +76,9 @@ def step(policy: WorkerGroup, algorithm: Algorithm, prompt_ids: list[list[int]],
             batch = policy.generate(batch)
         put(batch, "rewards", torch.tensor([float(len(text) % 2) for text in batch["response"]]))
         with stage("log_probs"):
-            batch = policy.log_probs(batch)
+            policy.enter_training()
+            if algorithm.needs_old_log_probs:
+                batch = policy.log_probs(batch)
         batch = algorithm.shape(batch)
         batch["advantages"] = algorithm.advantages(batch)
         batch = algorithm.correct(batch)

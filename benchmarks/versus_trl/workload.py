@@ -11,7 +11,7 @@ from hybridrl.models import resolve_model
 
 DEMO = Path(__file__).resolve().parents[2] / "recipes" / "demo" / "model"
 SHAPES = {"smollm2": (4, 4, 16, 32), "demo": (16, 8, 8, 16)}
-"""Prompts, responses per prompt, tokens of a prompt, tokens of a response; of mixed lengths the last two are medians."""
+"""Prompts, responses per prompt, tokens of a prompt and of a response: medians where lengths are mixed."""
 SPACE = "Ġ"  # how byte-level vocabularies write the space before a word
 LONGEST = 8
 """Mixed lengths: the longest over the median."""
