@@ -13,7 +13,7 @@ from tensordict import TensorDict
 from hybridrl.algorithms.algorithm import Algorithm
 from hybridrl.algorithms.batch_metrics import batch_metrics
 from hybridrl.algorithms.dynamic_sampling import GroupAccumulator
-from hybridrl.algorithms.partials import finalize
+from hybridrl.algorithms.partials import finalize, total
 from hybridrl.batch import concat, num_rows, repeat, select
 from hybridrl.command_line import recipe
 from hybridrl.config import GRPOConfig
@@ -96,7 +96,7 @@ def main(cfg: GRPOConfig) -> None:
                            for mini_batch in algorithm.mini_batches(batch, seed=cfg.seed + step)]
             with run.phase("sync"):
                 policy.sync_weights()
-            metrics = batch_metrics(batch) | average(updates) | average(policy.take_metrics()) | rewards.metrics
+            metrics = batch_metrics(batch) | total(updates) | average(policy.take_metrics()) | rewards.metrics
             run.log(step, metrics | sampling | evaluate(step))
             run.samples(step, batch)
             run.checkpoint(step, policy=policy, prompts=prompts)

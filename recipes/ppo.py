@@ -10,6 +10,7 @@ both work at the same time, because each call below is started before the other'
 
 from hybridrl.algorithms.algorithm import Algorithm
 from hybridrl.algorithms.batch_metrics import batch_metrics
+from hybridrl.algorithms.partials import total
 from hybridrl.algorithms.values import ValueLoss
 from hybridrl.batch import num_rows, repeat
 from hybridrl.command_line import recipe
@@ -82,7 +83,7 @@ def main(cfg: PPOConfig) -> None:
                     critic.offload()
             with run.phase("sync"):
                 policy.sync_weights()
-            metrics = batch_metrics(batch) | average(updates) | average(policy.take_metrics()) | rewards.metrics
+            metrics = batch_metrics(batch) | total(updates) | average(policy.take_metrics()) | rewards.metrics
             run.log(step, metrics | evaluate(step))
             run.samples(step, batch)
             run.checkpoint(step, policy=policy, critic=critic, prompts=prompts)

@@ -5,6 +5,7 @@
 
 from hybridrl.algorithms.aggregation import loss_weights
 from hybridrl.algorithms.algorithm import padded_columns
+from hybridrl.algorithms.partials import finalize
 from hybridrl.algorithms.sft import sft_loss
 from hybridrl.batch import unpadded
 from hybridrl.command_line import recipe
@@ -33,7 +34,7 @@ def main(cfg: SFTConfig) -> None:
             batch["loss_weights"] = unpadded(weights, like=batch["response_ids"])
             with run.phase("update"):
                 metrics = policy.update(batch, sft_loss)
-            run.log(step, metrics)
+            run.log(step, finalize(metrics))
             run.checkpoint(step, policy=policy, examples=examples)
 
         if cfg.trainer.export:

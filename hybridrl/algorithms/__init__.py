@@ -53,7 +53,7 @@ from hybridrl.algorithms.metrics import (
 )
 from hybridrl.algorithms.moving_baselines import AgentBaselines, MovingBaseline, mean_return
 from hybridrl.algorithms.optimal_baseline import optimal_token_baseline_advantages
-from hybridrl.algorithms.partials import Max, Mean, Min, Moments, finalize, merge
+from hybridrl.algorithms.partials import Max, Mean, Min, Moments, finalize, merge, total
 from hybridrl.algorithms.pass_k_advantages import pass_at_k_advantages, pass_at_k_marginal_advantages
 from hybridrl.algorithms.reinforce import (
     reinforce_advantages,
@@ -168,6 +168,7 @@ __all__ = [
     "token_covariance",
     "token_entropy",
     "token_kl",
+    "total",
     "turn_ids",
     "turn_level_advantages",
     "unscorable",

@@ -1,12 +1,16 @@
 """What a training batch looked like: rewards, lengths, groups, advantages, and the gap between the two engines."""
 
+from collections.abc import Mapping
+
 import torch
 from tensordict import TensorDict
+from torch import Tensor
 
 from hybridrl.algorithms.algorithm import padded_columns
 from hybridrl.algorithms.diagnostics import batch_mismatch
 from hybridrl.algorithms.metrics import advantage_metrics, group_metrics, length_metrics, reward_metrics
 from hybridrl.algorithms.partials import Partial, finalize, max_of, min_of
+from hybridrl.algorithms.values import explained_variance
 from hybridrl.batch import lengths, require
 
 
@@ -33,11 +37,18 @@ def batch_metrics(batch: TensorDict) -> dict[str, float]:
         "response": _without("response_", length_metrics(sampled, truncated=truncated)),
         "group": _without("group_", group_metrics(columns.get("outcomes", columns["rewards"]), columns["group_ids"])),
         "advantage": _without("advantage_", advantage_metrics(columns["advantages"], mask)),
+        "critic": _critic(columns),
         "version": {"min": min_of(versions, mask), "max": max_of(versions, mask)},
     }
     mismatch = batch_mismatch(columns) if "old_log_probs" in columns else {}
     return {f"{group}/{name}": value for group, parts in named.items()
             for name, value in finalize(parts).items()} | finalize(mismatch)
+
+
+def _critic(columns: Mapping[str, Tensor]) -> dict[str, Partial]:
+    if not {"values", "returns"} <= columns.keys():
+        return {}
+    return {"explained_variance": explained_variance(columns["values"], columns["returns"], columns["mask"])}
 
 
 def _without(prefix: str, parts: dict[str, Partial]) -> dict[str, Partial]:

@@ -131,6 +131,11 @@ def finalize(metrics: Mapping[str, Partial]) -> dict[str, float]:
     return {name: partial.value() for name, partial in metrics.items()}
 
 
+def total(pieces: Iterable[Mapping[str, Partial]]) -> dict[str, float]:
+    """One number per metric over all pieces: those of a batch, or the updates of a step."""
+    return finalize(merge(pieces))
+
+
 def mean_of(x: Tensor, mask: Tensor) -> Mean:
     """Sum and count of x where mask is true, summed in float64."""
     return Mean(torch.where(mask, x.detach(), 0).sum(dtype=torch.float64), mask.count_nonzero())

@@ -81,11 +81,10 @@ class ValueLoss:
             columns: `values` [b, R] as they entered the advantages, `returns`, `response_mask`, `loss_weights`.
             entropies: not read.
         Returns:
-            The loss; `vf_clipfrac`, `nonfinite_frac`, `value_mean`, `return_mean`, `explained_variance` (of `values`).
+            The loss; `vf_clipfrac`, `nonfinite_frac`, `value_mean` (now), `return_mean`.
         """
         mask, returns = columns["response_mask"], columns["returns"]
         result = value_loss(values, columns["values"], returns, mask, clip=self.clip)
         metrics = result.metrics | {
-            "value_mean": mean_of(values, mask), "return_mean": mean_of(returns, mask),
-            "explained_variance": explained_variance(values.detach(), returns, mask)}
+            "value_mean": mean_of(values, mask), "return_mean": mean_of(returns, mask)}
         return aggregate(result.loss, columns["loss_weights"], mask), metrics

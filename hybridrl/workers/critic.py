@@ -4,6 +4,7 @@ from pathlib import Path
 
 from tensordict import TensorDict
 
+from hybridrl.algorithms.partials import Partial
 from hybridrl.algorithms.values import ValueLoss
 from hybridrl.batch import put
 from hybridrl.config import ModelConfig, TrainingConfig
@@ -37,17 +38,18 @@ class CriticWorker(Worker):
         return batch
 
     @over_rows(join="first")
-    def update(self, batch: TensorDict, loss: ValueLoss) -> dict[str, float]:
+    def update(self, batch: TensorDict, loss: ValueLoss) -> dict[str, Partial]:
         """One optimizer step on the batch; the result does not depend on how rows were split.
 
         Args:
             batch: `prompt_ids`, `response_ids` and what `loss` reads: `values`, `returns`, `response_mask`,
                 `loss_weights`.
         Returns:
-            `critic/vf_loss`, `critic/vf_clipfrac`, `critic/explained_variance`, `critic/grad_norm`, `critic/lr`, ...
+            `critic/vf_loss`, `critic/vf_clipfrac`, `critic/grad_norm`, `critic/lr`, ..., as parts that `total` adds
+            up over the updates of a step.
         """
         self.training.onload()
-        metrics = self.training.update(batch, loss)
+        metrics = self.training.step(batch, loss)
         metrics["vf_loss"] = metrics.pop("loss")
         return {f"critic/{name}": value for name, value in metrics.items()}
 

@@ -19,6 +19,7 @@ import torch
 from tensordict import TensorDict
 from transformers import AutoConfig, GenerationConfig
 
+from hybridrl.algorithms.partials import Partial
 from hybridrl.batch import num_rows, put, require, rows_of
 from hybridrl.config import PolicyConfig
 from hybridrl.dispatch import over_rows, to_all
@@ -186,7 +187,7 @@ class PolicyWorker(TrainerWorker):
         self._enter(Phase.TRAIN)
 
     @over_rows(join="first")
-    def update(self, batch: TensorDict, loss: LossFunction) -> dict[str, float]:
+    def update(self, batch: TensorDict, loss: LossFunction) -> dict[str, Partial]:
         """As of TrainerWorker; the rollout engine's weights are old from here on."""
         self.changed = True
         return super().update(batch, loss)

@@ -4,6 +4,7 @@ from pathlib import Path
 
 from tensordict import TensorDict
 
+from hybridrl.algorithms.partials import Partial
 from hybridrl.batch import put
 from hybridrl.config import ModelConfig, TrainingConfig
 from hybridrl.dispatch import over_rows, to_all
@@ -45,7 +46,7 @@ class TrainerWorker(Worker):
         return batch
 
     @over_rows(join="first")
-    def update(self, batch: TensorDict, loss: LossFunction) -> dict[str, float]:
+    def update(self, batch: TensorDict, loss: LossFunction) -> dict[str, Partial]:
         """One optimizer step on the batch; the result does not depend on how rows were split.
 
         Args:
@@ -54,11 +55,12 @@ class TrainerWorker(Worker):
                 entropies when it has an attribute `needs_entropies` that is true, and with an attribute `candidates`
                 the log-probs of the tokens in the column of that name.
         Returns:
-            `train/loss`, `train/grad_norm`, `train/lr`, ... and the loss function's own metrics.
+            `train/loss`, `train/grad_norm`, `train/lr`, ... and the loss function's own metrics, as parts that
+            `total` adds up over the updates of a step.
         """
         self.enter_training()
-        metrics = self.training.update(batch, loss, self.temperature, getattr(loss, "needs_entropies", False),
-                                       getattr(loss, "candidates", ""))
+        metrics = self.training.step(batch, loss, self.temperature, getattr(loss, "needs_entropies", False),
+                                     getattr(loss, "candidates", ""))
         return {name if "/" in name else f"train/{name}": value for name, value in metrics.items()}
 
     @to_all

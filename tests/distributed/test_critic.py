@@ -5,6 +5,7 @@ from pathlib import Path
 import pytest
 import torch
 
+from hybridrl.algorithms.partials import finalize
 from hybridrl.algorithms.values import ValueLoss
 from hybridrl.batch import narrow, rows_of
 from hybridrl.config import ModelConfig, TrainingConfig
@@ -42,7 +43,7 @@ def rows(batch, sizes):
 
 def compared(metrics):
     """Without what depends on how rows lie."""
-    return {name: value for name, value in metrics.items() if name != "critic/micro_batches"}
+    return {name: value for name, value in finalize(metrics).items() if name != "critic/micro_batches"}
 
 
 def scenario(folders: dict[str, Path], scratch: Path) -> dict:

@@ -3,6 +3,7 @@
 import pytest
 import torch
 
+from hybridrl.algorithms.partials import finalize
 from hybridrl.batch import lengths, make_batch, num_rows, padded, repeat, select, split
 from hybridrl.config import ModelConfig, PolicyConfig, RolloutConfig, SyncConfig, TrainingConfig
 from hybridrl.controller import WorkerGroup
@@ -121,7 +122,7 @@ def test_an_update_does_not_depend_on_the_layout(policies, fresh):
     results, after = [], []
     for layout in LAYOUTS:
         policy = policies(layout)
-        results.append(policy.update(batch, plain_loss))
+        results.append(finalize(policy.update(batch, plain_loss)))
         after.append(policy.log_probs(batch)["old_log_probs"].values())
     for metrics, log_probs in zip(results[1:], after[1:], strict=True):
         assert metrics["train/loss"] == pytest.approx(results[0]["train/loss"], rel=1e-5)

@@ -116,6 +116,11 @@ class TrainingEngine:
 
     def update(self, batch: TensorDict, loss_fn: LossFunction, temperature: float = 1.0,
                entropies: bool = False, candidates: str = "") -> dict[str, float]:
+        """`step`, with its metrics as numbers."""
+        return finalize(self.step(batch, loss_fn, temperature, entropies, candidates))
+
+    def step(self, batch: TensorDict, loss_fn: LossFunction, temperature: float = 1.0,
+             entropies: bool = False, candidates: str = "") -> dict[str, Partial]:
         """One optimizer step on all rows of all ranks.
 
         The result does not depend on the number of ranks, on how rows are spread over them, or on
@@ -129,9 +134,9 @@ class TrainingEngine:
             candidates: name of a column of token ids, ragged [B, R, K]: `loss_fn` finds their log-probs as the column
                 `candidate_log_probs` [b, R, K], with gradient.
         Returns:
-            The same on every rank: `loss` (summed), `grad_norm` (before clipping), `lr`, `skipped` (1 when the
-            gradient was not finite), `tokens` (fed, all ranks), `micro_batches` (per rank), and the
-            merged metrics of `loss_fn`.
+            The same on every rank, and over several steps `merge` adds them up: `loss` (summed), `grad_norm` (before
+            clipping), `lr`, `skipped` (1 when the gradient was not finite), `tokens` (fed, all ranks),
+            `micro_batches` (per rank), each counting one step, and the merged metrics of `loss_fn`.
         Raises:
             BatchError: no rank has rows, or a column does not fit.
             TrainingError: the model is frozen, or too many steps in a row were skipped.
@@ -148,7 +153,7 @@ class TrainingEngine:
         norm, lr, skipped = optimizer.step()
         metrics = {"loss": float(loss.sum), "tokens": float(tokens.sum), "grad_norm": norm, "lr": lr,
                    "skipped": float(skipped), "micro_batches": float(len(parts))}
-        return metrics | finalize(totals)
+        return {name: Mean(value, 1) for name, value in metrics.items()} | totals
 
     def save(self, folder: Path, numbers: Mapping[str, int] | None = None) -> None:
         """Write weights, AdamW's state and the step counters into a new folder, each rank its shards.
@@ -282,14 +287,14 @@ class TrainingEngine:
     def _merge_over_ranks(self, pieces: list[dict[str, Partial]]) -> dict[str, Any]:
         """The metrics of all pieces of all ranks, merged in rank order; a name may be missing on some ranks."""
         everyone: list[Any] = [None] * dist.get_world_size()
-        dist.all_gather_object(everyone, _on_cpu(merge(pieces)))
+        dist.all_gather_object(everyone, _plain(merge(pieces)))
         return merge(everyone)
 
 
-def _on_cpu(value: Any) -> Any:
-    """A metric part, or a dict of them, without device tensors."""
+def _plain(value: Any) -> Any:
+    """A metric part, or a dict of them, with plain numbers for tensors."""
     if isinstance(value, dict):
-        return {name: _on_cpu(part) for name, part in value.items()}
+        return {name: _plain(part) for name, part in value.items()}
     if isinstance(value, tuple):
-        return type(value)(*map(_on_cpu, value))
-    return value.cpu() if isinstance(value, Tensor) else value
+        return type(value)(*map(_plain, value))
+    return value.item() if isinstance(value, Tensor) else value
