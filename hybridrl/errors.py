@@ -10,6 +10,7 @@ HybridRLError
 ├── SyncError            weights that did not arrive, or arrived changed  (also RuntimeError)
 ├── CheckpointError      a checkpoint that can't be written or read       (also RuntimeError)
 ├── RewardError          reward functions that score nothing             (also RuntimeError)
+├── EpisodeError         environments that can't start, or fail too often (also RuntimeError)
 ├── DeadlineError        a wait that ran out                              (also TimeoutError)
 └── WorkerError          a failure inside a worker, with role, rank, step (also RuntimeError)
 """
@@ -56,6 +57,10 @@ class CheckpointError(HybridRLError, RuntimeError):
 
 class RewardError(HybridRLError, RuntimeError):
     """Reward functions that can't be started, or that fail on every row."""
+
+
+class EpisodeError(HybridRLError, RuntimeError):
+    """Environments that can't be started, or that failed in more episodes than a step can spare."""
 
 
 class DeadlineError(HybridRLError, TimeoutError):

@@ -9,11 +9,9 @@ import contextlib
 import json
 import os
 import pickle
-import signal
 import socket
 import struct
 import subprocess
-import sys
 import time
 from collections import deque
 from dataclasses import dataclass, field
@@ -21,6 +19,7 @@ from math import ceil, inf
 from multiprocessing.connection import Connection, wait
 from typing import Any
 
+from hybridrl import child_process
 from hybridrl.errors import RewardError
 
 START_TIMEOUT_S = 60
@@ -164,18 +163,10 @@ class _Worker:
         ours, theirs = socket.socketpair()
         for option in (socket.SO_SNDTIMEO, socket.SO_RCVTIMEO):  # a worker that stops reading must not stop the run
             ours.setsockopt(socket.SOL_SOCKET, option, struct.pack("ll", TRANSFER_TIMEOUT_S, 0))
-        alive, self._lifeline = os.pipe()
-        paths = [path or os.getcwd() for path in sys.path]
         try:
-            # Not multiprocessing: its children import the controller's main module, and torch with it.
-            self.process = subprocess.Popen(
-                [sys.executable, "-m", "hybridrl.rewards.worker", str(theirs.fileno()), str(alive)],
-                pass_fds=(theirs.fileno(), alive), stdin=subprocess.DEVNULL, stdout=2, start_new_session=True,
-                env={"OMP_NUM_THREADS": "1", **os.environ, "PYTHONPATH": os.pathsep.join(paths)},
-            )
+            self.process, self._lifeline = child_process.start("hybridrl.rewards.worker", [theirs.fileno()])
         finally:
             theirs.close()
-            os.close(alive)
         self.connection = Connection(ours.detach())
         with contextlib.suppress(BrokenPipeError):  # it has died; the first read says how
             self.connection.send(functions)
@@ -194,8 +185,7 @@ class _Worker:
 
     def kill(self) -> None:
         """End the process and those it started, whatever they are doing."""
-        with contextlib.suppress(ProcessLookupError):
-            os.killpg(self.process.pid, signal.SIGKILL)
+        child_process.kill_group(self.process.pid)
         with contextlib.suppress(subprocess.TimeoutExpired):  # stuck in the kernel; it dies when it comes back
             self.process.wait(TRANSFER_TIMEOUT_S)
         self.connection.close()
@@ -203,7 +193,4 @@ class _Worker:
 
     def exit_status(self) -> str:
         """How the process ended, in words."""
-        code = self.process.returncode
-        if code is None:
-            return "killed, not ended yet"
-        return f"exit status {code}" if code >= 0 else f"signal {signal.Signals(-code).name}"
+        return child_process.exit_status(self.process.returncode)

@@ -4,16 +4,15 @@ It reads chunks of pickled rows from the controller, which it trusts, and writes
 JSON: the controller unpickles nothing that a reward function made.
 """
 
-import fcntl
 import importlib
 import json
 import os
 import pickle
-import signal
 import sys
 import traceback
 from multiprocessing.connection import Connection
 
+from hybridrl.child_process import die_with
 from hybridrl.rewards import binding
 from hybridrl.rewards.binding import BoundReward, bind
 
@@ -23,9 +22,9 @@ SLOW_PACKAGES = {"math_verify", "reasoning_gym"}
 
 
 def main() -> None:
-    """Serve the connection whose file descriptor is the first argument until it closes."""
-    _die_with_controller(int(sys.argv[2]))
-    connection = Connection(int(sys.argv[1]))
+    """Serve the connection whose file descriptor is the second argument until it closes."""
+    die_with(int(sys.argv[1]))
+    connection = Connection(int(sys.argv[2]))
     try:
         functions = [bind(name, options) for name, options in connection.recv()]
         for package in SLOW_PACKAGES.intersection(function.name for function in functions):
@@ -69,16 +68,6 @@ def _one_line(error: BaseException) -> str:
     if where.filename == binding.__file__:  # what the function returned is wrong, not a line of it
         return text
     return f"{text} ({os.path.basename(where.filename)}:{where.lineno})"
-
-
-def _die_with_controller(lifeline: int) -> None:
-    """Have the kernel kill this process and its children once the controller's end of a pipe closes.
-
-    A thread that watches would not run while a reward function holds the interpreter's lock in C code.
-    """
-    fcntl.fcntl(lifeline, fcntl.F_SETOWN, -os.getpgrp())
-    fcntl.fcntl(lifeline, fcntl.F_SETSIG, signal.SIGKILL)
-    fcntl.fcntl(lifeline, fcntl.F_SETFL, fcntl.fcntl(lifeline, fcntl.F_GETFL) | os.O_ASYNC)
 
 
 if __name__ == "__main__":

@@ -22,6 +22,7 @@ LAYERS = {
     "hybridrl.environments": 2,
     "hybridrl.models": 2,
     "hybridrl.batch": 1,
+    "hybridrl.child_process": 1,
     "hybridrl.dispatch": 1,
     "hybridrl.config": 1,
     "hybridrl.config_reference": 1,

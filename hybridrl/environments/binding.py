@@ -1,0 +1,108 @@
+"""From a configured name and options to an environment class that accepts them."""
+
+import importlib
+import inspect
+import types
+import typing
+from dataclasses import dataclass
+from typing import Any
+
+from hybridrl.environments.environment import AsyncEnvironment, Environment
+from hybridrl.errors import ConfigError, unknown
+
+ENVIRONMENTS: dict[str, str] = {
+    "guess": "hybridrl.environments.guess:GuessNumber",
+    "verifier": "hybridrl.environments.verifier:Verifier",
+}
+"""Environments by name: where each is. Any other goes by its own import path, `package.module:Class`."""
+
+KEY = "environment"
+
+
+@dataclass(frozen=True, slots=True)
+class BoundEnvironment:
+    """An environment class with the options of its constructor."""
+
+    cls: type[Environment]
+    options: dict[str, Any]
+
+    @property
+    def is_async(self) -> bool:
+        """Whether its methods are coroutines."""
+        return issubclass(self.cls, AsyncEnvironment)
+
+    def build(self) -> Environment:
+        """A new environment. Raises whatever its constructor raises."""
+        return self.cls(**self.options)
+
+
+def bind(name: str, options: dict[str, Any]) -> BoundEnvironment:
+    """The environment that `name` names, with `options`. Nothing is built yet.
+
+    Raises ConfigError: no such environment, an import that fails, options that the constructor doesn't take, lacks, or
+    annotates with another type.
+    """
+    cls = _imported(name)
+    _check_options(cls, name, options)
+    check = getattr(cls, "check_options", None)
+    if check is not None:
+        check(**options)
+    return BoundEnvironment(cls, dict(options))
+
+
+def _imported(name: str) -> type[Environment]:
+    path = ENVIRONMENTS.get(name, name)
+    module_name, colon, attribute = path.partition(":")
+    if not colon:
+        raise ConfigError(f"{KEY}.name: " + unknown("environment", name, [*ENVIRONMENTS, "package.module:Class"]))
+    if module_name == "__main__":
+        raise ConfigError(f"{KEY}.name: {path!r} can't be imported by the environment processes; move the class into "
+                          "a module.")
+    try:
+        module = importlib.import_module(module_name)
+    except (Exception, SystemExit) as error:  # a module may raise anything while it is imported
+        raise ConfigError(f"{KEY}.name: can't import {module_name!r} of {path!r}: {error!r}.") from error
+    if not hasattr(module, attribute):
+        names = [n for n, value in vars(module).items() if isinstance(value, type) and issubclass(value, Environment)
+                 and value not in (Environment, AsyncEnvironment)]
+        raise ConfigError(f"{KEY}.name: " + unknown(f"environment in module {module_name!r}", attribute, names))
+    cls = getattr(module, attribute)
+    if not (isinstance(cls, type) and issubclass(cls, Environment)):
+        raise ConfigError(f"{KEY}.name: {path!r} must be a subclass of hybridrl.environments.Environment, got {cls!r}.")
+    return cls
+
+
+def _check_options(cls: type[Environment], name: str, options: dict[str, Any]) -> None:
+    parameters = inspect.signature(cls).parameters.values()
+    takes_any = any(p.kind is p.VAR_KEYWORD for p in parameters)
+    named = {p.name: p for p in parameters if p.kind in (p.POSITIONAL_OR_KEYWORD, p.KEYWORD_ONLY)}
+    hints = typing.get_type_hints(cls.__init__) if "__init__" in vars(cls) else {}
+    for option, value in options.items():
+        if option not in named and not takes_any:
+            raise ConfigError(f"{KEY}.options: " + unknown(f"option of environment {name!r}", option, named))
+        if not _fits(value, hints.get(option, Any)):
+            raise ConfigError(f"{KEY}.options.{option} of environment {name!r} must be "
+                              f"{_name(hints[option])}, got {value!r}.")
+    for p in named.values():
+        if p.default is p.empty and p.name not in options:
+            raise ConfigError(f"{KEY}.options: environment {name!r} needs {p.name!r}.")
+
+
+def _fits(value: Any, hint: Any) -> bool:
+    """Whether a value of a configuration has an annotated type; containers are not looked into."""
+    origin = typing.get_origin(hint) or hint
+    if origin in (typing.Union, types.UnionType):
+        return any(_fits(value, part) for part in typing.get_args(hint))
+    if origin is typing.Literal:
+        return value in typing.get_args(hint)
+    if origin is float:
+        return isinstance(value, int | float) and not isinstance(value, bool)
+    if origin is int:
+        return isinstance(value, int) and not isinstance(value, bool)
+    if hint is None:
+        return value is None
+    return isinstance(value, origin) if isinstance(origin, type) else True
+
+
+def _name(hint: Any) -> str:
+    return hint.__name__ if isinstance(hint, type) and not typing.get_args(hint) else str(hint)

@@ -1,0 +1,166 @@
+"""Environments in processes: what each fault costs, and that nothing is left of it."""
+
+import asyncio
+import os
+import time
+
+import pytest
+
+from hybridrl.environments import Action, Task
+from hybridrl.environments.pool import EnvironmentPool
+from hybridrl.environments.record import EnvironmentFailure
+from hybridrl.errors import ConfigError, EpisodeError
+
+HERE = "tests.unit.environments.misbehaving"
+
+
+def run(work, name=f"{HERE}:Scripted", options=None, timeout_s=20.0):
+    async def main():
+        pool = EnvironmentPool(name, options or {}, timeout_s)
+        try:
+            return await asyncio.wait_for(work(pool), 60)
+        finally:
+            await pool.close()
+
+    return asyncio.run(main())
+
+
+async def play(pool, data, actions=("a", "b")):
+    """Observations, rewards of the turns, and the reward of verify."""
+    session = await pool.open()
+    try:
+        replies = [await session.reset(Task(data=data, seed=1))]
+        for action in actions:
+            replies.append(await session.step(Action(action)))
+        return replies, await session.verify("done")
+    finally:
+        await pool.release(session)
+
+
+def alive(pid):
+    try:
+        with open(f"/proc/{pid}/stat") as file:
+            return file.read().rpartition(")")[2].split()[0] != "Z"
+    except OSError:
+        return False
+
+
+@pytest.mark.parametrize("name", ["Scripted", "Waiting"])
+def test_an_episode(name):
+    replies, rewards = run(lambda pool: play(pool, {}), f"{HERE}:{name}")
+    assert [reply.messages[0]["content"] for reply in replies] == ["begin", "turn 1", "turn 2"]
+    assert [reply.rewards for reply in replies] == [{}, {"agent": 0.5}, {"agent": 0.5}]
+    assert [reply.done for reply in replies] == [False, False, True]
+    assert rewards == {"agent": 2.0 if name == "Scripted" else 1.0}
+
+
+def test_a_process_is_used_again_and_one_that_failed_is_not():
+    async def work(pool):
+        pids = []
+        for data in ({}, {}, {"where": "verify", "fault": "raise"}, {}):
+            try:
+                replies, _ = await play(pool, data | {"pid": True})
+            except EnvironmentFailure:
+                continue
+            pids.append(int(replies[0].messages[0]["content"].split()[1]))
+        return pids
+
+    first, second, last = run(work)
+    assert first == second != last
+    assert not alive(first) and not alive(last)
+
+
+FAULTS = [
+    ("reset", "raise", "raised", "reset: ValueError: asked to raise (misbehaving.py:"),
+    ("step", "raise", "raised", "step: ValueError"), ("verify", "raise", "raised", "verify: ValueError"),
+    ("step", "exit", "raised", "SystemExit"),
+    ("step", "die", "died", "step ended its process (exit status 3)"),
+    ("verify", "crash", "died", "verify ended its process (signal SIGSEGV)"),
+    ("step", "number", "invalid", "observation must be text, a chat message or a list of them, got 7 (int)"),
+    ("step", "bytes", "invalid", "got b'\\xff\\xfe' (bytes)"),
+    ("reset", "object", "invalid", "no repr"),
+    ("step", "long", "invalid", "must be at most 1048576"),
+    ("step", "surrogate", "invalid", "observation is no valid Unicode text"),
+    ("step", "assistant", "invalid", "the assistant's turns are sampled"),
+    ("verify", "nan", "invalid", "reward must be finite"), ("verify", "text", "invalid", "reward must be a number")]
+
+
+def test_a_fault_is_named_and_costs_one_episode():
+    async def work(pool):
+        bad = [play(pool, {"where": where, "fault": fault}) for where, fault, _, _ in FAULTS]
+        return await asyncio.gather(play(pool, {}), *bad, play(pool, {}), return_exceptions=True)
+
+    first, *failed, last = run(work)
+    assert first[1] == last[1] == {"agent": 2.0}
+    for (_, _, kind, said), failure in zip(FAULTS, failed, strict=True):
+        assert isinstance(failure, EnvironmentFailure) and failure.kind == kind and said in str(failure), failure
+
+
+def test_what_hangs_is_killed_with_what_it_started():
+    async def work(pool):
+        began = time.monotonic()
+        session = await pool.open()
+        pid = session._pid
+        with pytest.raises(EnvironmentFailure, match="timeout: reset gave no result within 0.5 s"):
+            await session.reset(Task(data={"where": "reset", "fault": "hang_with_child"}))
+        with open(f"/proc/{pid}/task/{pid}/children") as file:
+            (grandchild,) = map(int, file.read().split())
+        await pool.release(session)
+        return time.monotonic() - began, pid, grandchild
+
+    _, pid, grandchild = run(work, timeout_s=0.5)
+    for _ in range(100):
+        if not alive(grandchild):
+            break
+        time.sleep(0.05)
+    assert not alive(pid) and not alive(grandchild)
+
+
+def test_a_server_that_dies_is_started_again_and_costs_no_episode():
+    async def work(pool):
+        first = await pool.open()
+        await first.reset(Task(data={}))
+        os.kill(pool._server._process.pid, 9)
+        second = await play(pool, {})
+        await first.step(Action("a"))
+        await first.step(Action("b"))
+        rewards = await first.verify("done")
+        first.healthy = False
+        await pool.release(first)
+        return rewards, second[1]
+
+    assert run(work) == ({"agent": 2.0}, {"agent": 2.0})
+
+
+@pytest.mark.parametrize("fault", ["raise", "hang"])
+def test_coroutines_fail_alike(fault):
+    async def work(pool):
+        return await asyncio.gather(play(pool, {"fault": fault}), play(pool, {}), return_exceptions=True)
+
+    failed, good = run(work, f"{HERE}:Waiting", timeout_s=0.5)
+    assert failed.kind == {"raise": "raised", "hang": "timeout"}[fault]
+    assert good[1] == {"agent": 1.0}
+
+
+def test_an_environment_that_can_not_be_built_fails_its_episode():
+    with pytest.raises(EnvironmentFailure, match="raised: reset: OSError: no such service"):
+        run(lambda pool: play(pool, {}), f"{HERE}:Broken")
+
+
+@pytest.mark.parametrize(("name", "options", "said"), [
+    ("gues", {}, "Did you mean guess"), ("tests.no:Such", {}, "can't import"), (f"{HERE}:Scriptd", {}, "Scripted"),
+    (f"{HERE}:misbehave", {}, "must be a subclass"), ("guess", {"hihg": 3}, "Did you mean high"),
+    ("guess", {"high": "3"}, "environment.options.high of environment 'guess' must be int, got '3'"),
+    ("verifier", {}, "needs 'function'"), ("verifier", {"function": "numric"}, "Did you mean numeric")])
+def test_bad_configurations_fail_before_anything_starts(name, options, said):
+    with pytest.raises(ConfigError, match=said):
+        EnvironmentPool(name, options, 1.0)
+
+
+def test_a_server_that_can_not_start_says_why(monkeypatch):
+    async def work(pool):
+        pool._server._arguments = ("no.such:Thing", "{}")
+        await pool.open()
+
+    with pytest.raises(EpisodeError, match=r"'no.such:Thing' can't start: .*can't import"):
+        run(work)
