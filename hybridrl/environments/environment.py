@@ -147,7 +147,7 @@ class AsyncEnvironment(Environment):
         """As of Environment."""
         return None
 
-    async def step(self, action: Action) -> Step | tuple[Observation, Rewards, bool, Mapping[str, Any]]:  # type: ignore[override]
+    async def step(self, action: Action) -> Step | tuple[Observation, Rewards, bool, Mapping[str, Any]]:
         """As of Environment."""
         raise NotImplementedError
 

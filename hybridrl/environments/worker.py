@@ -18,7 +18,6 @@ import struct
 import sys
 import time
 import traceback
-from collections.abc import Callable
 from typing import Any
 
 from hybridrl.child_process import die_with, kill_group
@@ -94,7 +93,7 @@ def _serve(bound: BoundEnvironment, descriptor: int, lifeline: int) -> None:
     player = _Player(bound)
     try:
         while (request := read(connection)) is not None:
-            send(connection, answer(lambda request=request: player(*pickle.loads(request))))
+            send(connection, _answer(player, request))
         player.close()
     except ConnectionError:  # the pool is gone
         return
@@ -127,10 +126,10 @@ class _Player:
                 self._environment.close()
 
 
-def answer(call: Callable[[], bytes]) -> bytes:
-    """A tag and the result of a call, or the failure that it came to: `+` with JSON, `-` with [kind, text]."""
+def _answer(player: _Player, request: bytes) -> bytes:
+    """A tag and the result of a request, or the failure that it came to: `+` with JSON, `-` with [kind, text]."""
     try:
-        return b"+" + call()
+        return b"+" + player(*pickle.loads(request))
     except EnvironmentFailure as failure:
         return b"-" + json.dumps([failure.kind, failure.text[:MAX_ERROR_CHARS]]).encode()
     except BaseException as error:  # sys.exit in an environment is a failure of its episode, too
