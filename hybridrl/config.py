@@ -107,7 +107,11 @@ class TrainingConfig:
     max_skipped_steps: int = 3
     """Optimizer steps in a row that may be skipped for non-finite gradients before the run stops."""
     micro_batch_tokens: int = 8192
-    """Token budget of one forward and backward pass; a longer sequence gets a pass of its own."""
+    """Token budget of one forward and backward pass on one rank; a longer sequence gets a pass of its own."""
+    shard_ranks: int = 0
+    """Ranks that one copy of the model is sharded over; groups of this size hold a copy each. 0 takes all ranks."""
+    context_parallel: int = 1
+    """Ranks that share the tokens of each sequence; must divide the ranks and the model's attention heads."""
     logits_chunk_tokens: int = 1024
     """Tokens whose logits are held at a time."""
     gradient_checkpointing: bool = False
@@ -129,7 +133,17 @@ class TrainingConfig:
         check(self.max_skipped_steps >= 0, f"{key}.max_skipped_steps", self.max_skipped_steps, "at least 0")
         check(self.micro_batch_tokens >= 1, f"{key}.micro_batch_tokens", self.micro_batch_tokens, "at least 1")
         check(self.logits_chunk_tokens >= 1, f"{key}.logits_chunk_tokens", self.logits_chunk_tokens, "at least 1")
+        check(self.shard_ranks >= 0, f"{key}.shard_ranks", self.shard_ranks, "at least 0")
+        check(self.context_parallel >= 1, f"{key}.context_parallel", self.context_parallel, "at least 1")
         check_choice(f"{key}.offload", self.offload, ("auto", "never"))
+
+    def check_ranks(self, ranks: int, ranks_key: str, key: str = "policy.training") -> None:
+        """Raise ConfigError unless groups of ranks divide the ranks of the pool."""
+        for name in ("shard_ranks", "context_parallel"):
+            size = getattr(self, name)
+            accepted = [n for n in range(1, ranks + 1) if ranks % n == 0]
+            check(not size or size in accepted, f"{key}.{name}", size,
+                  f"a divisor of {ranks_key}={ranks} ({', '.join(map(str, accepted))})")
 
 
 @dataclass(kw_only=True, slots=True)
@@ -431,6 +445,7 @@ class GRPOConfig:
         check_seed(self.seed)
         ranks, shared = self.cluster.ranks, self.policy.rollout.tensor_parallel
         check(ranks % shared == 0, "cluster.ranks", ranks, f"a multiple of policy.rollout.tensor_parallel={shared}")
+        self.policy.training.check_ranks(ranks, "cluster.ranks")
         temperature = self.policy.rollout.temperature
         check(temperature > 0, "policy.rollout.temperature", temperature, "positive to train")
         prompts = self.trainer.prompts_per_step
@@ -469,6 +484,9 @@ class PPOConfig(GRPOConfig):
         GRPOConfig.validate(self)
         check(not self.algorithm.dynamic_sampling.enabled, "algorithm.dynamic_sampling.enabled", True,
               "false with a critic, which learns from groups of equal rewards, too")
+        own = self.critic.ranks
+        self.critic.training.check_ranks(own or self.cluster.ranks, "critic.ranks" if own else "cluster.ranks",
+                                         "critic.training")
         if self.cluster.backend == "local":
             check(self.critic.ranks == 0, "critic.ranks", self.critic.ranks, "0 with cluster.backend=local")
 
@@ -501,6 +519,7 @@ class SFTConfig:
     def validate(self) -> None:
         check_seed(self.seed)
         check(self.max_tokens >= 2, "max_tokens", self.max_tokens, "at least 2")
+        self.policy.training.check_ranks(self.cluster.ranks, "cluster.ranks")
 
 
 @dataclass(kw_only=True, slots=True)

@@ -30,6 +30,9 @@ class CriticWorker(Worker):
         self.training = TrainingEngine(model, cfg, self.device, module=ValueModel)
         self.training.offload()
 
+    def peers(self, axis: str) -> int:
+        return self.training.cfg.context_parallel if axis == "training" else super().peers(axis)
+
     @over_rows()
     def values(self, batch: TensorDict) -> TensorDict:
         """The batch with `values`: of the state before each response token, which is what the token leaves open."""

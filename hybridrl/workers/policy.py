@@ -79,7 +79,7 @@ class PolicyWorker(TrainerWorker):
         return VLLMEngine(self.folder, self.cfg.rollout, self.device, stop, self.cfg.model.trust_remote_code, seed)
 
     def peers(self, axis: str) -> int:
-        return self.cfg.rollout.tensor_parallel if axis == "rollout" else 1
+        return self.cfg.rollout.tensor_parallel if axis == "rollout" else super().peers(axis)
 
     # ---- phases
 

@@ -31,6 +31,9 @@ class TrainerWorker(Worker):
         self.training = TrainingEngine(model, cfg, self.device)
         self.temperature = temperature
 
+    def peers(self, axis: str) -> int:
+        return self.training.cfg.context_parallel if axis == "training" else super().peers(axis)
+
     @to_all
     def enter_training(self) -> None:
         """Called before the training engine is used; a worker whose device is shared makes room here."""
@@ -89,6 +92,9 @@ class ReferenceWorker(Worker):
         super().__init__(context)
         self.training = TrainingEngine(model, cfg, self.device, trainable=False)
         self.temperature = temperature
+
+    def peers(self, axis: str) -> int:
+        return self.training.cfg.context_parallel if axis == "training" else super().peers(axis)
 
     @over_rows()
     def log_probs(self, batch: TensorDict) -> TensorDict:

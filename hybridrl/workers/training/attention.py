@@ -6,6 +6,7 @@ because no real token looks to its right.
 """
 
 from dataclasses import dataclass
+from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor, nn
@@ -13,6 +14,9 @@ from torch.nn.functional import scaled_dot_product_attention
 from transformers import AttentionInterface
 
 from hybridrl.errors import ModelError
+
+if TYPE_CHECKING:
+    from hybridrl.workers.training.context import ContextParallel
 
 ATTENTION = "hybridrl_packed"
 # Largest share of a group's longest sequence that is padded: trades wasted products against kernel calls.
@@ -51,12 +55,14 @@ def group_lengths(lengths: list[int], device: torch.device) -> list[Group]:
 
 def packed_attention(module: nn.Module, query: Tensor, key: Tensor, value: Tensor, attention_mask: Tensor | None,
                      scaling: float | None = None, sliding_window: int | None = None,
-                     groups: list[Group] | None = None, **kwargs) -> tuple[Tensor, None]:
+                     groups: list[Group] | None = None, context: "ContextParallel | None" = None,
+                     **kwargs) -> tuple[Tensor, None]:
     """Attention function in the form that transformers models call; `groups` reaches it through their kwargs.
 
     Args:
         query: [1, heads, T, size]; key and value: [1, key heads, T, size].
         groups: covers the T tokens in order.
+        context: the ranks that T is split over; tensors hold this rank's part of it.
     Returns:
         [1, T, heads, size] and None (no attention weights).
     Raises:
@@ -69,6 +75,13 @@ def packed_attention(module: nn.Module, query: Tensor, key: Tensor, value: Tenso
             raise ModelError(f"{type(module).__name__} uses {name} in attention, which training does not support.")
     if kwargs.get("is_causal") is False:
         raise ModelError(f"{type(module).__name__} is not causal; training supports causal models.")
+    if context is None:
+        return _attend(query, key, value, groups, scaling, sliding_window), None
+    return context.by_tokens(_attend(*context.by_heads(query, key, value), groups, scaling, sliding_window)), None
+
+
+def _attend(query: Tensor, key: Tensor, value: Tensor, groups: list[Group], scaling: float | None,
+            sliding_window: int | None) -> Tensor:
     sizes = [group.num_tokens for group in groups]
     outs = []
     for group, q, k, v in zip(groups, *(x[0].transpose(0, 1).split(sizes) for x in (query, key, value)), strict=True):
@@ -78,7 +91,7 @@ def packed_attention(module: nn.Module, query: Tensor, key: Tensor, value: Tenso
             is_causal=mask is None, scale=scaling, enable_gqa=query.shape[1] != key.shape[1])
         out = out.transpose(1, 2).flatten(0, 1)
         outs.append(out if group.slots is None else out.index_select(0, group.slots))
-    return torch.cat(outs)[None], None
+    return torch.cat(outs)[None]
 
 
 def _rectangle(tokens: Tensor, group: Group) -> Tensor:

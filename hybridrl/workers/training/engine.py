@@ -21,8 +21,10 @@ from hybridrl.batch import from_lengths, lengths, num_rows
 from hybridrl.config import ModelConfig, TrainingConfig
 from hybridrl.errors import BatchError, PhaseError, TrainingError
 from hybridrl.workers.training.checkpoint import load_state, save_state
+from hybridrl.workers.training.context import ContextParallel
 from hybridrl.workers.training.export import export_model
-from hybridrl.workers.training.models import PolicyModel, load_model, make_mesh
+from hybridrl.workers.training.mesh import make_mesh
+from hybridrl.workers.training.models import PolicyModel, load_model
 from hybridrl.workers.training.optimizer import Optimizer, local
 from hybridrl.workers.training.packing import MicroBatch, columns, cut, fed_lengths, micro_batches
 
@@ -36,10 +38,11 @@ place of log-probs, and there are no entropies. A loss that names `candidates` f
 
 
 class TrainingEngine:
-    """One model, sharded over all ranks, with its optimizer.
+    """One model, sharded over all ranks or groups of them, with its optimizer.
 
     The default process group must be initialised, also for one rank. All methods but `num_parameters` and
-    `memory` are collective: every rank calls them in the same order, with its own rows (possibly none).
+    `memory` are collective: every rank calls them in the same order, with its own rows (possibly none);
+    `context_parallel` consecutive ranks with the same ones.
     """
 
     def __init__(self, model: ModelConfig, cfg: TrainingConfig, device: torch.device, trainable: bool = True,
@@ -51,15 +54,18 @@ class TrainingEngine:
             dtype: of the master weights.
             module: PolicyModel, or ValueModel for a critic.
         Raises:
-            ModelError: the folder is missing, half-written, or does not fit its config.
+            ModelError: the folder is missing, half-written, does not fit its config, or can't be split as `cfg` says.
+            ConfigError: groups of ranks in `cfg` that don't divide the ranks.
         """
         self.cfg, self.device, self.trainable = cfg, device, trainable
-        self.mesh = make_mesh(device)
+        self.mesh = make_mesh(device, cfg.shard_ranks)
+        self.context = ContextParallel(device, cfg.context_parallel) if cfg.context_parallel > 1 else None
         self.offloaded: set[str] = set()
         """Which of `parameters` and `optimizer` are in CPU memory."""
         if device.type == "cuda" and not trainable:
             dtype = torch.bfloat16
-        self.model = load_model(module, model, self.mesh, device, dtype, trainable, cfg.gradient_checkpointing)
+        self.model = load_model(module, model, self.mesh, device, dtype, trainable, cfg.gradient_checkpointing,
+                                self.context)
         self.sharded = any(isinstance(p, DTensor) for p in self.model.parameters())
         group = self.mesh.get_group("shard") if self.sharded else None
         self.optimizer = Optimizer(list(self.model.parameters()), cfg, group) if trainable else None
@@ -250,7 +256,7 @@ class TrainingEngine:
     def _micro_batches(self, batch: TensorDict) -> list[MicroBatch]:
         """This rank's micro-batches, as many as the rank with most of them has."""
         sizes = fed_lengths(batch)
-        bins = cut(sizes, self.cfg.micro_batch_tokens) if num_rows(batch) else []
+        bins = cut(sizes, self.cfg.micro_batch_tokens * self.cfg.context_parallel) if num_rows(batch) else []
         count = torch.tensor(len(bins), device=self.device)
         dist.all_reduce(count, op=dist.ReduceOp.MAX)
         bins += [[] for _ in range(int(count) - len(bins))]
@@ -285,10 +291,10 @@ class TrainingEngine:
         return {**metrics, "loss": Mean(loss.detach(), 1)}
 
     def _merge_over_ranks(self, pieces: list[dict[str, Partial]]) -> dict[str, Any]:
-        """The metrics of all pieces of all ranks, merged in rank order; a name may be missing on some ranks."""
+        """The metrics of all pieces of all rows, merged in rank order; a name may be missing on some ranks."""
         everyone: list[Any] = [None] * dist.get_world_size()
         dist.all_gather_object(everyone, _plain(merge(pieces)))
-        return merge(everyone)
+        return merge(everyone[::self.cfg.context_parallel])  # ranks that share rows found the same
 
 
 def _plain(value: Any) -> Any:

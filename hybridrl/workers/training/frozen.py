@@ -5,7 +5,6 @@ from torch import Tensor, nn
 from transformers import AutoModelForSequenceClassification, PreTrainedModel
 
 from hybridrl.errors import ModelError
-from hybridrl.workers.training.attention import Group
 from hybridrl.workers.training.log_probs import top_log_probs
 from hybridrl.workers.training.models import PolicyModel
 
@@ -18,10 +17,9 @@ class TeacherModel(PolicyModel):
     vocabulary: int | None = None
     """They are among the first so many token ids; None: any."""
 
-    def forward(self, input_ids: Tensor, position_ids: Tensor, predictors: Tensor, targets: Tensor,
-                groups: list[Group], temperature: float, chunk: int, entropies: bool) -> tuple[Tensor, ...]:
+    def outputs(self, hidden: Tensor, targets: Tensor, temperature: float, chunk: int,
+                entropies: bool) -> tuple[Tensor | None, ...]:
         """Log-probs [N], and with `top_k` the largest ones [N, k] and their token ids [N, k]."""
-        hidden = self.hidden(input_ids, position_ids, predictors, groups)
         head = self.causal_lm.get_output_embeddings()
         return top_log_probs(hidden, head.weight, head.bias, targets, temperature, chunk, self.top_k, self.vocabulary)
 
@@ -42,10 +40,9 @@ class ClassifierModel(PolicyModel):
             raise ModelError(f"{type(causal_lm).__name__} has no linear layer `score` with one output: reward models "
                              "are causal language models with such a head (LlamaForSequenceClassification, ...).")
 
-    def forward(self, input_ids: Tensor, position_ids: Tensor, predictors: Tensor, targets: Tensor,
-                groups: list[Group], temperature: float, chunk: int, entropies: bool) -> tuple[Tensor, None]:
+    def outputs(self, hidden: Tensor, targets: Tensor, temperature: float, chunk: int,
+                entropies: bool) -> tuple[Tensor | None, ...]:
         """The score [N], float32 or better; `targets` is not read."""
-        hidden = self.hidden(input_ids, position_ids, predictors, groups)
         head = self.causal_lm.score
         wide = torch.promote_types(hidden.dtype, torch.float32)
         bias = 0 if head.bias is None else head.bias.to(wide)

@@ -9,7 +9,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
-from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 from torch.distributed.tensor import distribute_tensor
 from torch.utils.checkpoint import checkpoint
@@ -20,6 +20,7 @@ from hybridrl.config import ModelConfig
 from hybridrl.errors import ModelError
 from hybridrl.models import resolve_model
 from hybridrl.workers.training.attention import ATTENTION, Group
+from hybridrl.workers.training.context import ContextParallel
 from hybridrl.workers.training.first_rank import on_first_rank
 from hybridrl.workers.training.log_probs import token_log_probs
 
@@ -38,6 +39,8 @@ class PolicyModel(nn.Module):
 
     loads: Any = AutoModelForCausalLM
     """The transformers class that reads a folder for it."""
+    context: ContextParallel | None = None
+    """The ranks that share rows; None where each has its own."""
 
     def __init__(self, causal_lm: PreTrainedModel, stored_dtype: torch.dtype):
         super().__init__()
@@ -46,16 +49,26 @@ class PolicyModel(nn.Module):
         """Dtype of the folder it was loaded from."""
 
     def forward(self, input_ids: Tensor, position_ids: Tensor, predictors: Tensor, targets: Tensor,
-                groups: list[Group], temperature: float, chunk: int, entropies: bool) -> tuple[Tensor, Tensor | None]:
-        """Shapes as in MicroBatch; returns log-probs [N] and entropies [N] or None, as `token_log_probs` does."""
-        hidden = self.hidden(input_ids, position_ids, predictors, groups)
+                groups: list[Group], temperature: float, chunk: int, entropies: bool) -> tuple[Tensor | None, ...]:
+        """Shapes as in MicroBatch, or [N, K] targets; returns what `outputs` does, for all N response tokens."""
+        if self.context is None:
+            hidden = self._hidden(input_ids, position_ids, groups)[predictors]
+            return self.outputs(hidden, targets, temperature, chunk, entropies)
+        share = self.context.share(input_ids, position_ids, predictors, targets, groups)
+        hidden = self._hidden(share.input_ids, share.position_ids, share.groups)[share.predictors]
+        outputs = self.outputs(hidden, share.targets, temperature, chunk, entropies)
+        return tuple(None if out is None else self.context.join(out, share.counts) for out in outputs)
+
+    def outputs(self, hidden: Tensor, targets: Tensor, temperature: float, chunk: int,
+                entropies: bool) -> tuple[Tensor | None, ...]:
+        """Log-probs [N] and entropies [N] or None, from the hidden states [N, H] that predict the targets [N]."""
         head = self.causal_lm.get_output_embeddings()
         return token_log_probs(hidden, head.weight, head.bias, targets, temperature, chunk, entropies)
 
-    def hidden(self, input_ids: Tensor, position_ids: Tensor, predictors: Tensor, groups: list[Group]) -> Tensor:
-        """Final hidden states [N, H] of the fed tokens that predict the response tokens."""
+    def _hidden(self, input_ids: Tensor, position_ids: Tensor, groups: list[Group]) -> Tensor:
+        """Final hidden states [T, H]."""
         return self.causal_lm.base_model(input_ids=input_ids, position_ids=position_ids, use_cache=False,
-                                         groups=groups).last_hidden_state[0][predictors]
+                                         groups=groups, context=self.context).last_hidden_state[0]
 
     def layers(self) -> list[nn.Module]:
         """The decoder layers: the units of sharding and of activation checkpointing."""
@@ -89,10 +102,10 @@ class ValueModel(PolicyModel):
         embedding = causal_lm.get_input_embeddings().weight
         causal_lm.set_output_embeddings(ValueHead(causal_lm.config.hidden_size, embedding.dtype))
 
-    def forward(self, input_ids: Tensor, position_ids: Tensor, predictors: Tensor, targets: Tensor,
-                groups: list[Group], temperature: float, chunk: int, entropies: bool) -> tuple[Tensor, None]:
+    def outputs(self, hidden: Tensor, targets: Tensor, temperature: float, chunk: int,
+                entropies: bool) -> tuple[Tensor | None, ...]:
         """The value [N] of the state before each response token; which token follows, `targets`, is not read."""
-        return self.causal_lm.get_output_embeddings()(self.hidden(input_ids, position_ids, predictors, groups)), None
+        return self.causal_lm.get_output_embeddings()(hidden), None
 
 
 def _recomputed(forward):
@@ -101,13 +114,9 @@ def _recomputed(forward):
     return run
 
 
-def make_mesh(device: torch.device) -> DeviceMesh:
-    """One shard dimension over all ranks of the default process group."""
-    return init_device_mesh(device.type, (dist.get_world_size(),), mesh_dim_names=("shard",))
-
-
 def load_model(module: type[PolicyModel], cfg: ModelConfig, mesh: DeviceMesh, device: torch.device,
-               dtype: torch.dtype, trainable: bool, recompute_layers: bool) -> PolicyModel:
+               dtype: torch.dtype, trainable: bool, recompute_layers: bool,
+               context: ContextParallel | None = None) -> PolicyModel:
     """Load a model folder, sharded over the mesh.
 
     Rank 0 reads the weights in their stored dtype and hands out shards one parameter at a time: nobody else
@@ -117,11 +126,14 @@ def load_model(module: type[PolicyModel], cfg: ModelConfig, mesh: DeviceMesh, de
         module: what the model returns; a head of its own starts as the class makes it.
         dtype: of the parameters kept between steps; compute is bfloat16 on CUDA and this dtype elsewhere.
         recompute_layers: activation checkpointing.
+        context: the ranks that share rows.
     Raises:
         ModelError: on every rank, naming what is wrong with the folder.
     """
     folder = resolve_model(cfg.path)
     config = _config(folder, cfg.trust_remote_code)
+    if context is not None:
+        context.check_heads(config.get_text_config().num_attention_heads)
     stored_dtype = config.dtype or torch.float32
     if mesh.size() == 1 and device.type == "cpu":
         model = module(_read(module, folder, cfg.trust_remote_code, dtype), stored_dtype)
@@ -136,6 +148,7 @@ def load_model(module: type[PolicyModel], cfg: ModelConfig, mesh: DeviceMesh, de
     _prepare(model, trainable, recompute_layers)
     shard(model, mesh, device)
     _hand_out(model.causal_lm, source, dtypes, mesh, device)
+    model.context = context
     return model
 
 
