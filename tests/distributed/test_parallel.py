@@ -99,6 +99,7 @@ def scenario(folders: dict[str, Path], scratch: Path) -> dict:
         result["gspo weights", name] = weights_of(ours)
         result["critic", name] = [critic(folders["llama"], options).update(
             share(with_targets(random_batch()), options), ValueLoss())]
+        result["teacher", name] = teacher(folders["llama"], options)
         result["bad loss", name] = bad_loss(folders["llama"], options)
         ours = engine(folders["llama"], torch.float32, **options)
         train(ours, options)
@@ -140,6 +141,15 @@ def critic(folder, options):
             from torch.distributed.tensor import distribute_tensor
             head.copy_(distribute_tensor(random_head().double(), head.device_mesh, head.placements))
     return ours
+
+
+def teacher(folder, options):
+    """Likeliest tokens and their log-probs."""
+    from hybridrl.workers.training.frozen import TeacherModel
+    ours = engine(folder, module=TeacherModel, **options)
+    ours.model.top_k = 3
+    found = ours.top_log_probs(share(long_batch(), options))
+    return [[row.flatten().tolist() for row in rows_of(found[name])] for name in ("top_ids", "log_probs")]
 
 
 def bad_loss(folder, options):
@@ -199,6 +209,10 @@ def check(outcome, ranks):
         assert_same_metrics(many[0]["gspo", name], one["gspo", "one rank"], rel=1e-10)
         assert_same_weights(many[0]["gspo weights", name], one["gspo weights", "one rank"], atol=1e-8)
         assert_same_metrics(many[0]["critic", name], one["critic", "one rank"], rel=1e-9)
+        for part in (0, 1):
+            rows = [row for result in firsts for row in result["teacher", name][part]]
+            assert all(ours == pytest.approx(theirs, abs=1e-10)
+                       for ours, theirs in zip(rows, one["teacher", "one rank"][part], strict=True))
         for result in many:
             assert result["metrics", "llama", name] == many[0]["metrics", "llama", name]
             skipped, moved, (kind, message) = result["bad loss", name]
@@ -236,15 +250,12 @@ def test_worker_groups_hand_the_same_rows_to_ranks_that_share_them(shared_pool, 
         group = WorkerGroup(TrainerWorker, shared_pool(ranks), model, TrainingConfig(**OPTIONS, **options), 0.7,
                             role=f"shared rows {ranks}")
         result = group.log_probs(batch)
-        results.append((result["old_log_probs"].values(), group.update(result, plain_gradient)))
+        results.append((result["old_log_probs"].values(), group.update(result, policy_gradient)))
+        results[-1][1].pop("train/micro_batches")
         group.close()
     (one, metrics), (two, other_metrics) = results
     torch.testing.assert_close(two, one, rtol=0, atol=1e-5)
     assert_same_metrics([other_metrics], [metrics], rel=1e-5)
-
-
-def plain_gradient(log_probs, columns, entropies):
-    return policy_gradient(log_probs, columns, entropies)
 
 
 def test_layouts_that_do_not_fit_are_refused_by_every_rank(outcome):

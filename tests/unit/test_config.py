@@ -193,6 +193,11 @@ def test_a_wrong_option_gets_one_line(override, message):
     [
         (["cluster.ranks=3", "policy.rollout.tensor_parallel=2"],
          "cluster.ranks must be a multiple of policy.rollout.tensor_parallel=2, got 3."),
+        (["cluster.ranks=4", "policy.training.shard_ranks=3"],
+         "policy.training.shard_ranks must be a divisor of cluster.ranks=4 (1, 2, 4), got 3."),
+        (["cluster.ranks=2", "policy.training.context_parallel=4"],
+         "policy.training.context_parallel must be a divisor of cluster.ranks=2 (1, 2), got 4."),
+        (["policy.training.context_parallel=0"], "policy.training.context_parallel must be at least 1, got 0."),
         (["algorithm.mini_batches=5", "trainer.prompts_per_step=4"],
          "algorithm.mini_batches must be at most trainer.prompts_per_step=4, got 5."),
         (["algorithm.responses_per_prompt=1"], "responses_per_prompt must be at least 2 with advantage 'grpo'"),

@@ -75,9 +75,10 @@ def packed_attention(module: nn.Module, query: Tensor, key: Tensor, value: Tenso
             raise ModelError(f"{type(module).__name__} uses {name} in attention, which training does not support.")
     if kwargs.get("is_causal") is False:
         raise ModelError(f"{type(module).__name__} is not causal; training supports causal models.")
-    if context is None:
-        return _attend(query, key, value, groups, scaling, sliding_window), None
-    return context.by_tokens(_attend(*context.by_heads(query, key, value), groups, scaling, sliding_window)), None
+    if context is not None:
+        query, key, value = context.by_heads(query, key, value)
+    out = _attend(query, key, value, groups, scaling, sliding_window)
+    return out if context is None else context.by_tokens(out), None
 
 
 def _attend(query: Tensor, key: Tensor, value: Tensor, groups: list[Group], scaling: float | None,
