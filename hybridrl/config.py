@@ -31,9 +31,9 @@ def check_temperature(key: str, value: float) -> None:
     check(value == 0 or 0.01 <= value <= 2, key, value, "0, or from 0.01 to 2")
 
 
-def check_seed(value: int) -> None:
+def check_seed(value: int, key: str = "seed") -> None:
     """Raise ConfigError unless every generator takes this seed; vLLM's have the narrowest range."""
-    check(0 <= value < 2**32, "seed", value, f"from 0 to {2**32 - 1}")
+    check(0 <= value < 2**32, key, value, f"from 0 to {2**32 - 1}")
 
 
 def validate_all(config: Any, key: str = "") -> None:
@@ -87,6 +87,36 @@ class ModelConfig:
 
 
 @dataclass(kw_only=True, slots=True)
+class LoRAConfig:
+    rank: int = 0
+    """Rank of the adapters; 0 trains the whole model."""
+    alpha: float = 32.0
+    """An adapter's product counts alpha / rank times."""
+    rank_stabilized: bool = False
+    """Count it alpha / sqrt(rank) times instead."""
+    targets: list[str] = field(default_factory=lambda: ["all-linear"])
+    """Linear layers that get an adapter, by the end of their name (`q_proj`, `layers.0.mlp.up_proj`); `all-linear`
+    takes every one inside the decoder layers."""
+    seed: int = 0
+    """Seed of the adapters' initial values."""
+    export_adapter: bool = False
+    """Beside the merged model, export the adapters in peft's format (folder `adapter`)."""
+
+    @property
+    def scaling(self) -> float:
+        """What an adapter's product is multiplied by."""
+        return self.alpha / (math.sqrt(self.rank) if self.rank_stabilized else self.rank)
+
+    def validate(self, key: str = "policy.training.lora") -> None:
+        check(0 <= self.rank <= 512, f"{key}.rank", self.rank, "from 0 to 512")
+        check(0 < self.alpha < math.inf, f"{key}.alpha", self.alpha, "positive and finite")
+        check(len(self.targets) >= 1 and all(self.targets), f"{key}.targets", self.targets,
+              "names of linear layers, or [all-linear]")
+        check_seed(self.seed, f"{key}.seed")
+        check(self.rank > 0 or not self.export_adapter, f"{key}.export_adapter", True, f"false with {key}.rank=0")
+
+
+@dataclass(kw_only=True, slots=True)
 class TrainingConfig:
     learning_rate: float = 1e-6
     """Peak learning rate of AdamW."""
@@ -118,6 +148,8 @@ class TrainingConfig:
     """Recompute layer activations in the backward pass."""
     offload: str = "auto"
     """`auto` or `never`: move parameters, gradients and optimizer state to CPU memory during rollout (CUDA only)."""
+    lora: LoRAConfig = field(default_factory=LoRAConfig)
+    """Low-rank adapters: train these, and keep the model's own weights as they are."""
 
     def validate(self, key: str = "policy.training") -> None:
         check(0 <= self.learning_rate < math.inf, f"{key}.learning_rate", self.learning_rate, "at least 0 and finite")
@@ -194,8 +226,12 @@ class SyncConfig:
     shorter; 0 turns the comparison off."""
     max_gap: float = 0.0
     """Largest accepted log-prob gap of that comparison; 0 means 1e-3 in float32 and 0.5 in bfloat16."""
+    lora: str = "merged"
+    """How low-rank adapters get to the rollout engine: `merged` into the full weights, or as an `adapter` that vLLM
+    adds while it samples, with base weights that it reads from the model folder once."""
 
     def validate(self) -> None:
+        check_choice("policy.sync.lora", self.lora, ("merged", "adapter"))
         check(self.bucket_mib >= 1, "policy.sync.bucket_mib", self.bucket_mib, "at least 1")
         check(self.fingerprint_tokens >= 0, "policy.sync.fingerprint_tokens", self.fingerprint_tokens, "at least 0")
         check(self.max_gap >= 0, "policy.sync.max_gap", self.max_gap, "at least 0")
@@ -207,6 +243,12 @@ class PolicyConfig:
     training: TrainingConfig = field(default_factory=TrainingConfig)
     rollout: RolloutConfig = field(default_factory=RolloutConfig)
     sync: SyncConfig = field(default_factory=SyncConfig)
+
+    def validate(self) -> None:
+        if self.sync.lora == "adapter":
+            check(self.training.lora.rank > 0, "policy.training.lora.rank", 0, "positive with policy.sync.lora=adapter")
+            check(self.rollout.engine == "vllm", "policy.rollout.engine", self.rollout.engine,
+                  "vllm with policy.sync.lora=adapter")
 
 
 @dataclass(kw_only=True, slots=True)

@@ -44,9 +44,10 @@ def main(cfg: GRPOConfig) -> None:
             problems = load_prompts(cfg.eval_data, tokenizer, longest, "eval_data").held_out(data)
         policy = WorkerGroup(PolicyWorker, pool, cfg.policy, cfg.seed, role="policy")
         reference = None
-        if algorithm.needs_reference:
-            reference = WorkerGroup(ReferenceWorker, pool, cfg.policy.model, cfg.policy.training,
-                                    cfg.policy.rollout.temperature, role="reference")
+        if algorithm.needs_reference:  # adapters off, a policy is the model it started from
+            reference = policy if cfg.policy.training.lora.rank else WorkerGroup(
+                ReferenceWorker, pool, cfg.policy.model, cfg.policy.training, cfg.policy.rollout.temperature,
+                role="reference")
 
         evaluate = Evaluation(cfg, run, policy, rewards, problems)
         if run.restore(policy=policy, prompts=prompts) == 0 and problems is not None:
@@ -87,7 +88,7 @@ def main(cfg: GRPOConfig) -> None:
                 if algorithm.needs_old_log_probs:
                     batch = policy.log_probs(batch)
                 if reference is not None:
-                    batch = reference.log_probs(batch)
+                    batch = reference.ref_log_probs(batch)
             batch = algorithm.shape(batch)
             batch["advantages"] = algorithm.advantages(batch)
             batch = algorithm.correct(batch)

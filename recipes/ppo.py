@@ -46,9 +46,10 @@ def main(cfg: PPOConfig) -> None:
         own = cluster.pool(cfg.critic.ranks) if cfg.critic.ranks else pool
         critic = WorkerGroup(CriticWorker, own, cfg.critic.model, cfg.critic.training, role="critic")
         reference = None
-        if algorithm.needs_reference:
-            reference = WorkerGroup(ReferenceWorker, pool, cfg.policy.model, cfg.policy.training,
-                                    cfg.policy.rollout.temperature, role="reference")
+        if algorithm.needs_reference:  # adapters off, a policy is the model it started from
+            reference = policy if cfg.policy.training.lora.rank else WorkerGroup(
+                ReferenceWorker, pool, cfg.policy.model, cfg.policy.training, cfg.policy.rollout.temperature,
+                role="reference")
         evaluate = Evaluation(cfg, run, policy, rewards, problems)
         if run.restore(policy=policy, critic=critic, prompts=prompts) == 0 and problems is not None:
             run.log(0, evaluate(0))
@@ -68,7 +69,7 @@ def main(cfg: PPOConfig) -> None:
                 if algorithm.needs_old_log_probs:
                     batch = policy.log_probs(batch)
                 if reference is not None:
-                    batch = reference.log_probs(batch)
+                    batch = reference.ref_log_probs(batch)
                 batch["values"] = values.result()["values"]
             batch = algorithm.shape(batch)
             batch["advantages"], batch["returns"] = algorithm.advantages_and_returns(batch)

@@ -76,7 +76,9 @@ class PolicyWorker(TrainerWorker):
         if self.cfg.rollout.engine == "transformers":
             return TransformersEngine(self.folder, self.device, self.dtype, stop, self.cfg.rollout.max_running,
                                       self.cfg.model.trust_remote_code)
-        return VLLMEngine(self.folder, self.cfg.rollout, self.device, stop, self.cfg.model.trust_remote_code, seed)
+        lora = self.cfg.training.lora if self.cfg.sync.lora == "adapter" else None
+        return VLLMEngine(self.folder, self.cfg.rollout, self.device, stop, self.cfg.model.trust_remote_code, seed,
+                          lora, self.training.adapted)
 
     def peers(self, axis: str) -> int:
         return self.cfg.rollout.tensor_parallel if axis == "rollout" else super().peers(axis)

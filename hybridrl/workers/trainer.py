@@ -48,6 +48,16 @@ class TrainerWorker(Worker):
             put(batch, "entropies", result["entropies"])
         return batch
 
+    @over_rows()
+    def ref_log_probs(self, batch: TensorDict) -> TensorDict:
+        """The batch with `ref_log_probs`: as of ReferenceWorker, from this model with its adapters off.
+
+        Raises TrainingError for a model without adapters.
+        """
+        self.enter_training()
+        put(batch, "ref_log_probs", self.training.base_log_probs(batch, self.temperature))
+        return batch
+
     @over_rows(join="first")
     def update(self, batch: TensorDict, loss: LossFunction) -> dict[str, Partial]:
         """One optimizer step on the batch; the result does not depend on how rows were split.
@@ -86,7 +96,10 @@ class TrainerWorker(Worker):
 
 
 class ReferenceWorker(Worker):
-    """A frozen model that scores responses: the anchor of a KL penalty. Arguments as of TrainerWorker."""
+    """A frozen model that scores responses: the anchor of a KL penalty. Arguments as of TrainerWorker.
+
+    A policy with adapters is its own reference and needs no such worker.
+    """
 
     def __init__(self, context: WorkerContext, model: ModelConfig, cfg: TrainingConfig, temperature: float = 1.0):
         super().__init__(context)
@@ -97,7 +110,7 @@ class ReferenceWorker(Worker):
         return self.training.cfg.context_parallel if axis == "training" else super().peers(axis)
 
     @over_rows()
-    def log_probs(self, batch: TensorDict) -> TensorDict:
+    def ref_log_probs(self, batch: TensorDict) -> TensorDict:
         """The batch with `ref_log_probs` of its response tokens."""
         put(batch, "ref_log_probs", self.training.log_probs(batch, self.temperature)["log_probs"])
         return batch

@@ -5,7 +5,7 @@ import torch
 
 from hybridrl.algorithms.partials import finalize
 from hybridrl.batch import lengths, make_batch, num_rows, padded, repeat, select, split
-from hybridrl.config import ModelConfig, PolicyConfig, RolloutConfig, SyncConfig, TrainingConfig
+from hybridrl.config import LoRAConfig, ModelConfig, PolicyConfig, RolloutConfig, SyncConfig, TrainingConfig
 from hybridrl.controller import WorkerGroup
 from hybridrl.errors import WorkerError
 from tests.distributed.probe import ProbeWorker, plain_loss
@@ -25,21 +25,28 @@ def folders(tmp_path_factory):
 
 @pytest.fixture(scope="module")
 def policies(ray_cluster, folders):
-    """`policies(layout, kind)`: a policy of that layout, built once; processes are shared by kind."""
+    """`policies(layout, kind, lora)`: a policy of that layout, built once; processes are shared by kind.
+
+    `lora` is how its adapters are synced; without it there are none.
+    """
     pools, groups = {}, {}
 
-    def get(layout: str, kind: str = "llama_tied") -> WorkerGroup:
-        ranks, shared = LAYOUTS[layout]
+    def build(layout: str, kind: str, lora: str) -> None:
+        cfg = PolicyConfig(
+            model=ModelConfig(path=str(folders[kind])), sync=SyncConfig(bucket_mib=1, lora=lora or "merged"),
+            training=TrainingConfig(learning_rate=1e-2, micro_batch_tokens=64, lora=LoRAConfig(rank=3 if lora else 0)),
+            rollout=RolloutConfig(tensor_parallel=LAYOUTS[layout][1], max_prompt_tokens=32, max_response_tokens=16))
+        groups[layout, kind, lora] = WorkerGroup(ProbeWorker, pools[layout], cfg, role=f"{kind}{lora}")
+
+    def get(layout: str, kind: str = "llama_tied", lora: str = "") -> WorkerGroup:
         if layout not in pools:
-            pools[layout] = ray_cluster.pool(ranks)
+            pools[layout] = ray_cluster.pool(LAYOUTS[layout][0])
             # vLLM makes its groups once a process, and those of a dense model don't do for a mixture.
             for role in ("qwen3_moe", "llama_tied"):
-                cfg = PolicyConfig(
-                    model=ModelConfig(path=str(folders[role])), sync=SyncConfig(bucket_mib=1),
-                    training=TrainingConfig(learning_rate=1e-2, micro_batch_tokens=64),
-                    rollout=RolloutConfig(tensor_parallel=shared, max_prompt_tokens=32, max_response_tokens=16))
-                groups[layout, role] = WorkerGroup(ProbeWorker, pools[layout], cfg, role=role)
-        return groups[layout, kind]
+                build(layout, role, "")
+        if (layout, kind, lora) not in groups:
+            build(layout, kind, lora)
+        return groups[layout, kind, lora]
 
     yield get
     for pool in pools.values():
@@ -84,6 +91,34 @@ def test_engines_agree_after_a_sync_and_not_before(policies, layout, kind):
     assert metrics["sync/max_log_prob_gap"] < GAP
     assert metrics["memory/enter_rollout_after_bytes"] > 0
     assert {"time/enter_train", "time/enter_rollout", "time/sync_load"} <= metrics.keys()
+
+
+@pytest.mark.parametrize("layout, kind, lora", [
+    ("1", "qwen3_moe", "merged"), ("2x1", "llama_tied", "merged"), ("1x2", "llama_tied", "merged"),
+    ("1", "llama_tied", "adapter"), ("1x2", "llama_tied", "adapter")])
+def test_adapters_reach_the_rollout_engine(policies, layout, kind, lora):
+    policy = policies(layout, kind, lora)
+    policy.sync_weights()
+    whole = policy.take_metrics()[0]["sync/bytes"]
+    batch = policy.ref_log_probs(policy.log_probs(policy.generate(prompts(5))))
+    assert torch.equal(batch["ref_log_probs"].values(), batch["old_log_probs"].values()), "adapters start at nothing"
+    for _ in range(2):
+        policy.update(with_loss_columns(batch), plain_loss)
+        assert min(policy.gap()) > 1e-3
+        policy.sync_weights()
+        assert max(policy.gap()) < GAP
+    metrics = policy.take_metrics()[0]
+    assert metrics["sync/bytes"] == whole and (whole < 40_000) == (lora == "adapter")
+    sampled = policy.ref_log_probs(policy.log_probs(policy.generate(batch)))
+    assert largest_gap(sampled) < GAP
+    assert (sampled["ref_log_probs"].values() - sampled["old_log_probs"].values()).abs().max() > 1e-2
+    policies(layout, kind).sync_weights()
+    assert max(policies(layout, kind).gap()) < GAP, "an engine of whole models in the same process"
+
+
+def test_adapters_for_a_mixture_on_cpu_are_merged(policies):
+    with pytest.raises(WorkerError, match="policy.sync.lora must be merged for a mixture of experts on CPU"):
+        policies("1", "qwen3_moe", "adapter")
 
 
 @pytest.mark.parametrize("rows", [0, 1, 3])

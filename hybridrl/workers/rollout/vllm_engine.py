@@ -15,32 +15,42 @@ import torch
 import torch.distributed as dist
 from transformers import AutoConfig
 
-from hybridrl.config import RolloutConfig
+from hybridrl.config import LoRAConfig, RolloutConfig
 from hybridrl.errors import ConfigError, ModelError, SyncError
 from hybridrl.workers.rollout.engine import Bucket, Completion, Orders, Request, RolloutEngine
 
 CPU_BLOCK = 128
 """Tokens of a KV-cache block on CPU, at most: a sequence takes whole blocks."""
 
+ADAPTER_ID = 1
+ADAPTER_RANKS = (1, 8, 16, 32, 64, 128, 256, 320, 512)
+"""Sizes in which vLLM makes room for an adapter."""
+
 
 class VLLMEngine(RolloutEngine):
     """One vLLM engine, spanning `cfg.tensor_parallel` consecutive ranks of the default process group.
 
-    It starts with dummy weights and samples only after the first `load_weights`.
+    It samples only after the first `load_weights`. It starts with dummy weights and takes whole models; with `lora` it
+    reads its weights from the folder, and takes adapters.
 
     Args:
-        model_path: folder with the model's config.json; weights are not read from it.
+        model_path: folder with the model's config.json, and with `lora` its weights.
         cfg: rollout options.
         device: cpu or cuda device of this rank.
         stop_ids: token ids that end a response.
         seed: base seed of requests without one of their own.
+        lora, adapted: the adapters that `load_weights` brings, and the names of their layers.
     Raises:
-        ModelError: vLLM does not support the model.
+        ModelError: vLLM does not support the model. ConfigError: nor the options for it.
     """
 
     def __init__(self, model_path: Path, cfg: RolloutConfig, device: torch.device, stop_ids: Sequence[int],
-                 trust_remote_code: bool = False, seed: int = 0):
+                 trust_remote_code: bool = False, seed: int = 0, lora: LoRAConfig | None = None,
+                 adapted: Sequence[str] = ()):
         super().__init__(stop_ids)
+        if lora and device.type == "cpu" and _has_experts(model_path, trust_remote_code):
+            raise ConfigError("policy.sync.lora must be merged for a mixture of experts on CPU, got 'adapter': vLLM has "
+                              "no kernel for it there.")
         os.environ.setdefault("VLLM_ENABLE_V1_MULTIPROCESSING", "0")
         os.environ.setdefault("VLLM_NO_USAGE_STATS", "1")
         os.environ.setdefault("VLLM_CPU_OMP_THREADS_BIND", "nobind")
@@ -48,19 +58,23 @@ class VLLMEngine(RolloutEngine):
         os.environ.pop("VLLM_CPU_KVCACHE_SPACE", None)  # whole GiB only, and it would win over the option below
         from vllm import LLM  # seconds to import, and only this engine needs it
 
-        self.cuda = device.type == "cuda"
+        self.cuda, self.lora = device.type == "cuda", lora
         shared_memory = None if self.cuda else _name_shared_memory()
         if not self.cuda:
             _count_ranks_eagerly()
-        options: dict[str, Any] = {"enforce_eager": cfg.enforce_eager or not self.cuda}
+        options: dict[str, Any] = {"enforce_eager": cfg.enforce_eager or not self.cuda, "load_format": "dummy"}
         if self.cuda:
             options |= {"enable_sleep_mode": True, "gpu_memory_utilization": cfg.gpu_memory_frac}
         else:
             options["kv_cache_memory_bytes"] = _cache_bytes(model_path, cfg, trust_remote_code)
+        if lora:
+            options |= {"enable_lora": True, "max_loras": 1, "load_format": "safetensors",
+                        "max_lora_rank": next(size for size in ADAPTER_RANKS if size >= lora.rank),
+                        "lora_target_modules": sorted({name.rpartition(".")[2] for name in adapted})}
         try:
             self.llm = LLM(
-                model=str(model_path), dtype=rollout_dtype(cfg, device), load_format="dummy",
-                tensor_parallel_size=cfg.tensor_parallel, distributed_executor_backend="external_launcher",
+                model=str(model_path), dtype=rollout_dtype(cfg, device), tensor_parallel_size=cfg.tensor_parallel,
+                distributed_executor_backend="external_launcher",
                 max_model_len=cfg.max_prompt_tokens + cfg.max_response_tokens, max_num_seqs=cfg.max_running,
                 skip_tokenizer_init=True, logprobs_mode="processed_logprobs", seed=seed,
                 trust_remote_code=trust_remote_code, disable_log_stats=True, **options)
@@ -88,7 +102,14 @@ class VLLMEngine(RolloutEngine):
             max_tokens=request.max_tokens, temperature=request.temperature, seed=request.seed, logprobs=0,
             flat_logprobs=True, stop_token_ids=self.stop_ids, detokenize=False,
             output_kind=RequestOutputKind.FINAL_ONLY)
-        self.engine.add_request(request_id, {"prompt_token_ids": list(request.prompt_ids)}, params)
+        self._add(request_id, request.prompt_ids, params)
+
+    def _add(self, request_id: str, token_ids: Sequence[int], params: Any) -> None:
+        from vllm.lora.request import LoRARequest
+
+        # The path is never read: the adapter is there already.
+        lora = LoRARequest("policy", ADAPTER_ID, "in memory") if self.lora else None
+        self.engine.add_request(request_id, {"prompt_token_ids": list(token_ids)}, params, lora_request=lora)
 
     def step(self) -> list[tuple[str, Completion]]:
         outputs, self._early = [*self._early, *self._finished_outputs()], []
@@ -118,7 +139,7 @@ class VLLMEngine(RolloutEngine):
         from vllm import SamplingParams
 
         params = SamplingParams(max_tokens=1, temperature=1.0, prompt_logprobs=0, detokenize=False)
-        self.engine.add_request("score", {"prompt_token_ids": list(token_ids)}, params)
+        self._add("score", token_ids, params)
         while True:
             outputs = self._finished_outputs()
             # Requests that are running go on, and may finish here: the next step hands them over.
@@ -131,7 +152,10 @@ class VLLMEngine(RolloutEngine):
     # ---- weights
 
     def write_weights(self, buckets: Iterable[Bucket]) -> None:
-        self.llm.collective_rpc(_reload, args=(buckets,))
+        if self.lora:
+            self.llm.collective_rpc(_load_adapter, args=(buckets, self.lora))
+        else:
+            self.llm.collective_rpc(_reload, args=(buckets,))
 
     def load_weights(self, buckets: Iterable[Bucket], version: int) -> None:
         super().load_weights(buckets, version)
@@ -142,10 +166,13 @@ class VLLMEngine(RolloutEngine):
     # ---- memory
 
     def sleep(self) -> None:
-        """Discard weights and KV cache (CUDA); a CPU engine keeps both: vLLM offers no release there."""
+        """Discard weights and KV cache (CUDA); a CPU engine keeps both: vLLM offers no release there.
+
+        Weights that no sync brings back, those beneath adapters, wait in CPU memory.
+        """
         super().sleep()
         if self.cuda:
-            self.llm.sleep(level=2)
+            self.llm.sleep(level=1 if self.lora else 2)
 
     def wake(self) -> None:
         super().wake()
@@ -166,6 +193,11 @@ def rollout_dtype(cfg: RolloutConfig, device: torch.device) -> str:
     if cfg.dtype != "auto":
         return cfg.dtype
     return "bfloat16" if device.type == "cuda" else "float32"
+
+
+def _has_experts(model_path: Path, trust_remote_code: bool) -> bool:
+    config = AutoConfig.from_pretrained(model_path, trust_remote_code=trust_remote_code, local_files_only=True)
+    return any(getattr(config, name, None) for name in ("num_experts", "num_local_experts", "n_routed_experts"))
 
 
 def _cache_bytes(model_path: Path, cfg: RolloutConfig, trust_remote_code: bool) -> int:
@@ -267,6 +299,28 @@ def _reload(worker: Any, buckets: Iterable[Bucket]) -> None:
     if missing:
         shown = ", ".join(missing[:5]) + (f" and {len(missing) - 5} more" if len(missing) > 5 else "")
         raise SyncError(f"weight sync left {len(missing)} engine weights unwritten: {shown}.")
+
+
+def _load_adapter(worker: Any, buckets: Iterable[Bucket], cfg: LoRAConfig) -> None:
+    """Run in vLLM's worker: put the adapter in the place of the one before, and check that every part has a layer."""
+    from vllm.lora.lora_model import LoRAModel
+    from vllm.lora.lora_weights import LoRALayerWeights
+
+    factors = {name: weight.clone() for name, weight in _each(buckets)}
+    layers = {}
+    for name, a in factors.items():
+        if name.endswith(".lora_A.weight"):
+            layer = name.removesuffix(".lora_A.weight")
+            b = factors[f"{layer}.lora_B.weight"] * cfg.scaling
+            layers[layer] = LoRALayerWeights(layer, cfg.rank, cfg.rank, a, b, scaling=1.0)
+    adapter, manager = LoRAModel(ADAPTER_ID, cfg.rank, layers), worker.model_runner.lora_manager._adapter_manager
+    manager.remove_adapter(ADAPTER_ID)
+    manager.add_adapter(adapter)  # joins what vLLM holds in one, queries and keys for instance
+    strays = sorted(set(adapter.loras) - set(manager.modules))
+    if strays:
+        raise SyncError(f"vLLM has no adapters for {len(strays)} layers: {', '.join(strays[:5])}. "
+                        "policy.sync.lora=merged does without them.")
+    manager.activate_adapter(ADAPTER_ID)
 
 
 def _forget_expert_kernels(model: torch.nn.Module) -> None:

@@ -6,7 +6,7 @@ rank runs the same number of micro-batches, whatever rows it has, because every 
 collective.
 """
 
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -22,7 +22,8 @@ from hybridrl.config import ModelConfig, TrainingConfig
 from hybridrl.errors import BatchError, PhaseError, TrainingError
 from hybridrl.workers.training.checkpoint import load_state, save_state
 from hybridrl.workers.training.context import ContextParallel
-from hybridrl.workers.training.export import export_model
+from hybridrl.workers.training.export import export_adapter, export_model
+from hybridrl.workers.training.lora import adapted, adapters, adapters_off, merged
 from hybridrl.workers.training.mesh import make_mesh
 from hybridrl.workers.training.models import PolicyModel, load_model
 from hybridrl.workers.training.optimizer import Optimizer, local
@@ -55,33 +56,44 @@ class TrainingEngine:
             module: PolicyModel, or ValueModel for a critic.
         Raises:
             ModelError: the folder is missing, half-written, does not fit its config, or can't be split as `cfg` says.
-            ConfigError: groups of ranks in `cfg` that don't divide the ranks.
+            ConfigError: groups of ranks in `cfg` that don't divide the ranks, or a target of `lora` that names no layer.
         """
         self.cfg, self.device, self.trainable = cfg, device, trainable
         self.mesh = make_mesh(device, cfg.shard_ranks)
         self.context = ContextParallel(device, cfg.context_parallel) if cfg.context_parallel > 1 else None
         self.offloaded: set[str] = set()
         """Which of `parameters` and `optimizer` are in CPU memory."""
-        if device.type == "cuda" and not trainable:
-            dtype = torch.bfloat16
         self.model = load_model(module, model, self.mesh, device, dtype, trainable, cfg.gradient_checkpointing,
-                                self.context)
+                                cfg.lora, self.context)
         self.sharded = any(isinstance(p, DTensor) for p in self.model.parameters())
         group = self.mesh.get_group("shard") if self.sharded else None
-        self.optimizer = Optimizer(list(self.model.parameters()), cfg, group) if trainable else None
+        trained = [p for p in self.model.parameters() if p.requires_grad]
+        self.optimizer = Optimizer(trained, cfg, group) if trainable else None
 
     @property
     def num_parameters(self) -> int:
         """Parameters of the whole model; tied ones count once."""
         return sum(p.numel() for p in self.model.parameters())
 
+    @property
+    def adapted(self) -> list[str]:
+        """Names of the layers that have an adapter, in the transformers model."""
+        return [name for name, _ in adapted(self.model.causal_lm)]
+
     def weights(self) -> Iterator[tuple[str, DTensor]]:
         """Parameters by their name in the transformers model, as detached DTensors that share memory with the engine.
 
-        Model order; a tied parameter comes once, under the name of its first use.
+        Model order; a tied parameter comes once, under the name of its first use. A weight with an adapter comes
+        with it merged in, made when it is drawn: every rank draws all.
         """
-        for name, parameter in self.model.causal_lm.named_parameters():
-            value = parameter.detach()
+        yield from self._distributed(merged(self.model.causal_lm))
+
+    def adapters(self) -> Iterator[tuple[str, DTensor]]:
+        """The adapters alone, `<layer>.lora_A.weight` [rank, inputs] and `<layer>.lora_B.weight` [outputs, rank]."""
+        yield from self._distributed(adapters(self.model.causal_lm))
+
+    def _distributed(self, tensors: Iterable[tuple[str, Tensor]]) -> Iterator[tuple[str, DTensor]]:
+        for name, value in tensors:
             if not isinstance(value, DTensor):
                 value = DTensor.from_local(value, self.mesh, [Shard(0)], run_check=False)
             yield name, value
@@ -96,6 +108,16 @@ class TrainingEngine:
             `log_probs`, and with `entropies` also `entropies`.
         """
         return self._score(batch, ["log_probs", "entropies"] if entropies else ["log_probs"], temperature)
+
+    def base_log_probs(self, batch: TensorDict, temperature: float = 1.0) -> Tensor:
+        """Log-probs under the model that training started from: this one, with its adapters off.
+
+        Raises TrainingError for a model without adapters.
+        """
+        if not self.cfg.lora.rank:
+            raise TrainingError("training.lora.rank is 0: without adapters the weights of the start are gone.")
+        with adapters_off(self.model):
+            return self._score(batch, ["log_probs"], temperature)["log_probs"]
 
     def values(self, batch: TensorDict) -> Tensor:
         """A ValueModel's value of the state before each response token, shaped as `log_probs`."""
@@ -162,7 +184,7 @@ class TrainingEngine:
         return {name: Mean(value, 1) for name, value in metrics.items()} | totals
 
     def save(self, folder: Path, numbers: Mapping[str, int] | None = None) -> None:
-        """Write weights, AdamW's state and the step counters into a new folder, each rank its shards.
+        """Write what is trained, AdamW's state and the step counters into a new folder, each rank its shards.
 
         Args:
             numbers: further ones to keep, for the caller of `load`.
@@ -188,15 +210,15 @@ class TrainingEngine:
     def export(self, folder: Path, tokenizer: Any) -> None:
         """Write the model and its tokenizer as a Hugging Face folder, in the dtype of the folder it came from.
 
+        Adapters are merged; with `lora.export_adapter` they are also in peft's format in `folder/adapter`, in float32.
         Raises ModelError on every rank when rank 0 can't write.
         """
         self._need("parameters")
-        state, dtype = {}, self.model.stored_dtype
-        for name, value in self.weights():
-            whole = value.full_tensor()
-            if dist.get_rank() == 0:
-                state[name] = whole.to("cpu", dtype)
-        export_model(Path(folder), state, self.model.causal_lm, dtype, tokenizer)
+        dtype = self.model.stored_dtype
+        export_model(Path(folder), _whole_on_first(self.weights(), dtype), self.model.causal_lm, dtype, tokenizer)
+        if self.cfg.lora.export_adapter:
+            export_adapter(Path(folder) / "adapter", _whole_on_first(self.adapters(), torch.float32),
+                           self.model.causal_lm.peft_config)
 
     def offload(self, parameters: bool = True) -> None:
         """Move AdamW's state, and `parameters` too unless told otherwise, to CPU memory; frees gradients.
@@ -248,9 +270,10 @@ class TrainingEngine:
         moments = self._trained().moments()
         state: dict[str, Tensor] = {}
         for name, parameter in self.model.causal_lm.named_parameters():
-            average, square = moments[parameter]
-            state |= {f"model/{name}": parameter.detach(), f"optimizer/{name}/exp_avg": average,
-                      f"optimizer/{name}/exp_avg_sq": square}
+            if parameter.requires_grad:
+                average, square = moments[parameter]
+                state |= {f"model/{name}": parameter.detach(), f"optimizer/{name}/exp_avg": average,
+                          f"optimizer/{name}/exp_avg_sq": square}
         return state
 
     def _micro_batches(self, batch: TensorDict) -> list[MicroBatch]:
@@ -295,6 +318,16 @@ class TrainingEngine:
         everyone: list[Any] = [None] * dist.get_world_size()
         dist.all_gather_object(everyone, _plain(merge(pieces)))
         return merge(everyone[::self.cfg.context_parallel])  # ranks that share rows found the same
+
+
+def _whole_on_first(tensors: Iterable[tuple[str, DTensor]], dtype: torch.dtype) -> dict[str, Tensor]:
+    """The whole tensors on rank 0, on CPU; nothing elsewhere. Collective."""
+    state = {}
+    for name, value in tensors:
+        whole = value.full_tensor()
+        if dist.get_rank() == 0:
+            state[name] = whole.to("cpu", dtype)
+    return state
 
 
 def _plain(value: Any) -> Any:

@@ -16,13 +16,14 @@ from torch.utils.checkpoint import checkpoint
 from transformers import AutoConfig, AutoModelForCausalLM, GenerationConfig, PretrainedConfig, PreTrainedModel
 from transformers.utils.logging import disable_progress_bar
 
-from hybridrl.config import ModelConfig
+from hybridrl.config import LoRAConfig, ModelConfig
 from hybridrl.errors import ModelError
 from hybridrl.models import resolve_model
 from hybridrl.workers.training.attention import ATTENTION, Group
 from hybridrl.workers.training.context import ContextParallel
 from hybridrl.workers.training.first_rank import on_first_rank
 from hybridrl.workers.training.log_probs import token_log_probs
+from hybridrl.workers.training.lora import add_adapters
 
 # Bars of loading and saving would run across the terminal's own progress line.
 disable_progress_bar()
@@ -75,6 +76,10 @@ class PolicyModel(nn.Module):
         names = set(self.causal_lm._no_split_modules or ())
         return [module for module in self.causal_lm.modules() if type(module).__name__ in names]
 
+    def adapt(self, cfg: LoRAConfig, dtype: torch.dtype) -> None:
+        """Train adapters in `dtype` instead of the model's own weights."""
+        add_adapters(self.causal_lm, self.layers(), cfg, dtype)
+
     def checkpoint_layers(self) -> None:
         """Keep only each layer's input in the forward pass; compute the rest again in the backward pass."""
         for layer in self.layers():
@@ -102,6 +107,11 @@ class ValueModel(PolicyModel):
         embedding = causal_lm.get_input_embeddings().weight
         causal_lm.set_output_embeddings(ValueHead(causal_lm.config.hidden_size, embedding.dtype))
 
+    def adapt(self, cfg: LoRAConfig, dtype: torch.dtype) -> None:
+        """Train adapters and the value head."""
+        super().adapt(cfg, dtype)
+        self.causal_lm.get_output_embeddings().to(dtype).requires_grad_()
+
     def outputs(self, hidden: Tensor, targets: Tensor, temperature: float, chunk: int,
                 entropies: bool) -> tuple[Tensor | None, ...]:
         """The value [N] of the state before each response token; which token follows, `targets`, is not read."""
@@ -115,7 +125,7 @@ def _recomputed(forward):
 
 
 def load_model(module: type[PolicyModel], cfg: ModelConfig, mesh: DeviceMesh, device: torch.device,
-               dtype: torch.dtype, trainable: bool, recompute_layers: bool,
+               dtype: torch.dtype, trainable: bool, recompute_layers: bool, lora: LoRAConfig,
                context: ContextParallel | None = None) -> PolicyModel:
     """Load a model folder, sharded over the mesh.
 
@@ -124,12 +134,16 @@ def load_model(module: type[PolicyModel], cfg: ModelConfig, mesh: DeviceMesh, de
 
     Args:
         module: what the model returns; a head of its own starts as the class makes it.
-        dtype: of the parameters kept between steps; compute is bfloat16 on CUDA and this dtype elsewhere.
+        dtype: of the parameters that are trained; compute is bfloat16 on CUDA and this dtype elsewhere, and frozen
+            parameters are kept in the dtype of compute.
         recompute_layers: activation checkpointing.
+        lora: adapters of a trainable model; its rank may be 0.
         context: the ranks that share rows.
     Raises:
-        ModelError: on every rank, naming what is wrong with the folder.
+        ModelError: on every rank, naming what is wrong with the folder. ConfigError: adapters for no layer.
     """
+    lora = lora if trainable else LoRAConfig()
+    kept = compute_dtype(device) or dtype if lora.rank or not trainable else dtype
     folder = resolve_model(cfg.path)
     config = _config(folder, cfg.trust_remote_code)
     if context is not None:
@@ -137,31 +151,39 @@ def load_model(module: type[PolicyModel], cfg: ModelConfig, mesh: DeviceMesh, de
     stored_dtype = config.dtype or torch.float32
     if mesh.size() == 1 and device.type == "cpu":
         model = module(_read(module, folder, cfg.trust_remote_code, dtype), stored_dtype)
-        _prepare(model, trainable, recompute_layers)
+        _prepare(model, trainable, recompute_layers, lora, dtype)
         return model
-    source, dtypes = _read_on_first(module, folder, cfg.trust_remote_code)
     with torch.device("meta"):
         model = module(module.loads.from_config(
-            config, dtype=dtype, trust_remote_code=cfg.trust_remote_code, **_implementation(dtype)), stored_dtype)
+            config, dtype=kept, trust_remote_code=cfg.trust_remote_code, **_implementation(kept)), stored_dtype)
     if (folder / "generation_config.json").exists():
         model.causal_lm.generation_config = GenerationConfig.from_pretrained(folder, local_files_only=True)
-    _prepare(model, trainable, recompute_layers)
+    _prepare(model, trainable, recompute_layers, lora, dtype)
+    source, dtypes = _read_on_first(module, folder, cfg.trust_remote_code, lora)
     shard(model, mesh, device)
     _hand_out(model.causal_lm, source, dtypes, mesh, device)
     model.context = context
     return model
 
 
-def _prepare(model: PolicyModel, trainable: bool, recompute_layers: bool) -> None:
+def _prepare(model: PolicyModel, trainable: bool, recompute_layers: bool, lora: LoRAConfig,
+             dtype: torch.dtype) -> None:
     # eval() only turns dropout and router noise off here: log-probs and updates must see the same function.
     model.eval().requires_grad_(trainable)
+    if lora.rank:
+        model.adapt(lora, dtype)
     if recompute_layers and trainable:
         model.checkpoint_layers()
 
 
+def compute_dtype(device: torch.device) -> torch.dtype | None:
+    """Dtype of forward and backward passes; None is that of the parameters."""
+    return torch.bfloat16 if device.type == "cuda" else None
+
+
 def shard(model: PolicyModel, mesh: DeviceMesh, device: torch.device) -> None:
     """Shard a meta model by layer, and allocate this rank's shards on `device` without values."""
-    compute = torch.bfloat16 if device.type == "cuda" else None
+    compute = compute_dtype(device)
     policy = MixedPrecisionPolicy(param_dtype=compute, reduce_dtype=torch.float32 if compute else None)
     for layer in model.layers():
         fully_shard(layer, mesh=mesh, mp_policy=policy)
@@ -221,13 +243,16 @@ def _first_line(error: Exception) -> str:
     return lines[0] if lines else type(error).__name__
 
 
-def _read_on_first(module: type[PolicyModel], folder: Path,
-                   trust_remote_code: bool) -> tuple[dict[str, Tensor], dict[str, torch.dtype]]:
+def _read_on_first(module: type[PolicyModel], folder: Path, trust_remote_code: bool,
+                   lora: LoRAConfig) -> tuple[dict[str, Tensor], dict[str, torch.dtype]]:
     """Rank 0: all parameters and buffers by name, in stored dtypes; elsewhere none. On all ranks: their dtypes."""
     source: dict[str, Tensor] = {}
 
     def read() -> dict[str, torch.dtype]:
-        model = module(_read(module, folder, trust_remote_code, "auto"), torch.float32).causal_lm
+        whole = module(_read(module, folder, trust_remote_code, "auto"), torch.float32)
+        if lora.rank:
+            whole.adapt(lora, torch.float32)
+        model = whole.causal_lm
         source.update({**dict(model.named_parameters()), **dict(model.named_buffers())})
         return {name: tensor.dtype for name, tensor in source.items()}
 

@@ -32,8 +32,9 @@ def sync_weights(training: TrainingEngine, rollout: RolloutEngine, cfg: SyncConf
         SyncError: engine weights that never arrived; the engine refuses to sample from then on.
     """
     started, counter = time.perf_counter(), {"bytes": 0}
-    buckets = full_buckets(training.weights(), dtype, cfg.bucket_mib << 20)
-    if rollout.checkpoint_names:
+    merged = cfg.lora == "merged"
+    buckets = full_buckets(training.weights() if merged else training.adapters(), dtype, cfg.bucket_mib << 20)
+    if rollout.checkpoint_names and merged:
         buckets = checkpoint_buckets(training.model.causal_lm, buckets)
     rollout.load_weights(_counted(buckets, counter), version)
     return {"sync/version": float(version), "sync/bytes": float(counter["bytes"]),
