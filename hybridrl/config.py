@@ -332,7 +332,7 @@ class Choice:
 @dataclass(kw_only=True, slots=True)
 class KLConfig:
     coefficient: float = 0.0
-    """Weight of the KL penalty against the reference; 0 loads no reference model."""
+    """Weight of the KL penalty against the reference; 0 needs no reference."""
     place: str = "loss"
     """`loss` adds the penalty to the loss; `reward` subtracts it from the reward, token by token."""
     estimator: str = "k3+"

@@ -11,7 +11,6 @@ from hybridrl.config import LoRAConfig
 from hybridrl.errors import ConfigError
 from hybridrl.workers.training import models
 from tests.distributed.test_training_engine import (
-    CPU,
     assert_same_metrics,
     assert_same_weights,
     engine,
@@ -49,7 +48,8 @@ def scenario(folders: dict[str, Path], scratch: Path) -> dict:
     train(ours, 2)
     ours.save(scratch / str(ranks))
     result["continued"] = train(ours, 2, first=2)
-    result["bad target"] = error_of(lambda: engine(folders["llama"], lora=LoRAConfig(rank=3, targets=["q"])), ConfigError)
+    bad = LoRAConfig(rank=3, targets=["q"])
+    result["bad target"] = error_of(lambda: engine(folders["llama"], lora=bad), ConfigError)
     return result
 
 
@@ -104,7 +104,7 @@ def test_updates_do_not_depend_on_ranks(outcome, kind):
         assert_same_metrics(two["one rank has no rows", kind], one["one rank has no rows", kind], rel=1e-10)
         assert_same_weights(two["weights", kind], one["weights", kind], atol=1e-9)
         assert_same_weights(two["adapters", kind], one["adapters", kind], atol=1e-9)
-    moved = [name for name, weight in one["weights", kind].items() if not torch.equal(weight, one["loaded", kind][name])]
+    moved = [name for name, old in one["loaded", kind].items() if not torch.equal(one["weights", kind][name], old)]
     assert len(moved) == len(one["adapters", kind]) / 2
 
 

@@ -1,5 +1,6 @@
 """The policy on one CUDA device: both engines share it, in bfloat16, with vLLM's sleep levels and tags."""
 
+import dataclasses
 import os
 
 import pytest
@@ -7,7 +8,7 @@ import torch
 import torch.distributed as dist
 
 from hybridrl.batch import lengths, make_batch
-from hybridrl.config import ModelConfig, PolicyConfig, RolloutConfig, TrainingConfig
+from hybridrl.config import LoRAConfig, ModelConfig, PolicyConfig, RolloutConfig, SyncConfig, TrainingConfig
 from hybridrl.workers.base import WorkerContext
 from tests.distributed.probe import ProbeWorker, plain_loss
 from tests.models import tiny_model
@@ -30,18 +31,33 @@ def policy(tmp_path_factory):
     dist.destroy_process_group()
 
 
+@pytest.fixture(scope="module", params=["merged", "adapter"])
+def adapted(policy, request):
+    """A policy with adapters in the same process."""
+    cfg = dataclasses.replace(policy.cfg, sync=SyncConfig(lora=request.param),
+                              training=TrainingConfig(learning_rate=1e-2, lora=LoRAConfig(rank=8)))
+    worker = ProbeWorker(WorkerContext(rank=0, world_size=1, device=torch.device("cuda", 0), role=request.param), cfg)
+    policy.rollout.sleep()
+    yield worker
+    worker.rollout.sleep()
+
+
 def batch_of(rows: int):
     return make_batch(prompt_ids=[list(range(5, 8 + i)) for i in range(rows)], seeds=torch.arange(rows))
+
+
+def with_loss_columns(batch):
+    size = int(lengths(batch["response_ids"]).sum())
+    for name, values in (("advantages", torch.ones(size)), ("loss_weights", torch.full((size,), 1 / size))):
+        batch[name] = torch.nested.nested_tensor_from_jagged(values, batch["response_ids"].offsets())
+    return batch
 
 
 def test_engines_agree_in_bfloat16_before_and_after_an_update(policy):
     batch = policy.log_probs(policy.generate(batch_of(4)))
     gap = (batch["rollout_log_probs"].values() - batch["old_log_probs"].values()).abs()
     assert gap.mean() < 0.05 and gap.max() < 0.5
-    size = int(lengths(batch["response_ids"]).sum())
-    for name, values in (("advantages", torch.ones(size)), ("loss_weights", torch.full((size,), 1 / size))):
-        batch[name] = torch.nested.nested_tensor_from_jagged(values, batch["response_ids"].offsets())
-    policy.update(batch, plain_loss)
+    policy.update(with_loss_columns(batch), plain_loss)
     policy.sync_weights()
     again = policy.log_probs(policy.generate(batch_of(4)))
     assert (again["rollout_log_probs"].values() - again["old_log_probs"].values()).abs().mean() < 0.05
@@ -55,3 +71,12 @@ def test_each_phase_gives_memory_to_the_other(policy):
     policy.log_probs(policy.generate(batch_of(2)))
     assert not policy.training.offloaded
     assert torch.cuda.mem_get_info()[0] > sampling, "the sleeping engine must have freed its KV cache"
+
+
+def test_adapters_reach_the_rollout_engine_and_survive_its_sleep(adapted):
+    batch = adapted.log_probs(adapted.generate(batch_of(4)))
+    for _ in range(2):
+        adapted.update(with_loss_columns(batch), plain_loss)
+        batch = adapted.ref_log_probs(adapted.log_probs(adapted.generate(batch_of(4))))
+        assert (batch["rollout_log_probs"].values() - batch["old_log_probs"].values()).abs().mean() < 0.05
+    assert (batch["ref_log_probs"].values() - batch["old_log_probs"].values()).abs().max() > 0.1

@@ -5,7 +5,7 @@ import torch
 import torch.distributed as dist
 
 from hybridrl.batch import rows_of
-from hybridrl.config import ModelConfig, TrainingConfig
+from hybridrl.config import LoRAConfig, ModelConfig, TrainingConfig
 from hybridrl.errors import PhaseError
 from hybridrl.workers.training.engine import TrainingEngine
 from tests.models import KINDS, tiny_model
@@ -116,6 +116,23 @@ def test_a_reference_is_kept_in_bfloat16(folders):
     assert frozen.memory()["parameters"] == 2 * frozen.num_parameters
     scored = engine(folders["llama"]).log_probs(batch)["log_probs"].values()
     torch.testing.assert_close(frozen.log_probs(batch)["log_probs"].values(), scored, rtol=0, atol=1e-2)
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_float32_adapters_on_a_frozen_bfloat16_model(folders, kind):
+    ours, frozen, batch = engine(folders[kind], lora=LoRAConfig(rank=4)), engine(folders[kind], False), random_batch()
+    kept = {name: p.detach().full_tensor().clone() for name, p in ours.model.named_parameters()}
+    metrics = [ours.update(batch, policy_gradient, 0.7) for _ in range(3)]
+    assert metrics[2]["loss"] < metrics[0]["loss"]
+    for name, parameter in ours.model.named_parameters():
+        assert parameter.dtype == (torch.float32 if ".lora_" in name else torch.bfloat16)
+        assert torch.equal(parameter.detach().full_tensor(), kept[name]) != parameter.requires_grad, name
+    torch.testing.assert_close(ours.base_log_probs(batch).values(), frozen.log_probs(batch)["log_probs"].values(),
+                               rtol=0, atol=1e-2)
+    assert all(weight.dtype == torch.float32 for name, weight in ours.weights() if name.endswith("q_proj.weight"))
+    ours.offload()
+    ours.onload()
+    ours.update(batch, policy_gradient)
 
 
 def test_recomputed_layers(folders):

@@ -11,9 +11,9 @@ from hybridrl.metrics import read_metrics
 from tests.recipes.command import metrics
 
 pytestmark = pytest.mark.slow
-OPTIONS = ["policy.training.lora.rank=4", "policy.training.lora.export_adapter=true", "policy.training.learning_rate=1e-2",
-           "policy.sync.lora=adapter", "algorithm.kl.coefficient=0.1", "algorithm.mini_batches=2", "trainer.trackers=[]",
-           "trainer.checkpoint_every=1"]
+OPTIONS = ["policy.training.lora.rank=4", "policy.training.lora.export_adapter=true", "policy.sync.lora=adapter",
+           "policy.training.learning_rate=1e-2", "algorithm.kl.coefficient=0.1", "algorithm.mini_batches=2",
+           "trainer.trackers=[]", "trainer.checkpoint_every=1"]
 
 
 @pytest.fixture(scope="module")

@@ -49,8 +49,8 @@ class VLLMEngine(RolloutEngine):
                  adapted: Sequence[str] = ()):
         super().__init__(stop_ids)
         if lora and device.type == "cpu" and _has_experts(model_path, trust_remote_code):
-            raise ConfigError("policy.sync.lora must be merged for a mixture of experts on CPU, got 'adapter': vLLM has "
-                              "no kernel for it there.")
+            raise ConfigError("policy.sync.lora must be merged for a mixture of experts on CPU, got 'adapter': "
+                              "vLLM has no kernel for it there.")
         os.environ.setdefault("VLLM_ENABLE_V1_MULTIPROCESSING", "0")
         os.environ.setdefault("VLLM_NO_USAGE_STATS", "1")
         os.environ.setdefault("VLLM_CPU_OMP_THREADS_BIND", "nobind")

@@ -56,7 +56,7 @@ class TrainingEngine:
             module: PolicyModel, or ValueModel for a critic.
         Raises:
             ModelError: the folder is missing, half-written, does not fit its config, or can't be split as `cfg` says.
-            ConfigError: groups of ranks in `cfg` that don't divide the ranks, or a target of `lora` that names no layer.
+            ConfigError: groups of ranks in `cfg` that don't divide the ranks, a target of `lora` that names no layer.
         """
         self.cfg, self.device, self.trainable = cfg, device, trainable
         self.mesh = make_mesh(device, cfg.shard_ranks)
