@@ -34,12 +34,12 @@ def policy(tmp_path_factory):
 @pytest.fixture(scope="module", params=["merged", "adapter"])
 def adapted(policy, request):
     """A policy with adapters in the same process."""
+    policy.enter_training()  # its rollout engine sleeps
     cfg = dataclasses.replace(policy.cfg, sync=SyncConfig(lora=request.param),
                               training=TrainingConfig(learning_rate=1e-2, lora=LoRAConfig(rank=8)))
     worker = ProbeWorker(WorkerContext(rank=0, world_size=1, device=torch.device("cuda", 0), role=request.param), cfg)
-    policy.rollout.sleep()
     yield worker
-    worker.rollout.sleep()
+    worker.enter_training()
 
 
 def batch_of(rows: int):
