@@ -49,6 +49,7 @@ setup(
         "cuda": [f"vllm{VLLM_RELEASE}"],
         "tasks": ["math-verify>=0.9", "reasoning-gym>=0.1.25"],  # reasoning-gym compiles C: kept out of the core
         "examples": ["gguf>=0.19", "matplotlib>=3.10"],
+        "adamw-8bit": ["torchao>=0.18,<0.19"],  # its quantised tensors are used without its optimizer
         "wandb": ["wandb>=0.20"],
         "mlflow": ["mlflow>=3.0"],
         "dev": ["build", "hypothesis", "mypy", "pytest>=9.0", "pytest-timeout", "ruff", "setuptools>=77"],

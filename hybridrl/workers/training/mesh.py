@@ -6,7 +6,9 @@ that share rows.
 
 import torch
 import torch.distributed as dist
+from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+from torch.distributed.tensor import DTensor
 
 from hybridrl.errors import ConfigError
 
@@ -34,3 +36,8 @@ def num_groups(name: str, size: int) -> int:
         raise ConfigError(f"training.{name} must divide the {ranks} ranks of its devices, got {size}; "
                           f"accepted: {', '.join(map(str, values))}.")
     return ranks // size
+
+
+def local(tensor: Tensor) -> Tensor:
+    """This rank's part of a tensor that may be a DTensor."""
+    return tensor.to_local() if isinstance(tensor, DTensor) else tensor

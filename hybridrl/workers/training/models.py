@@ -74,7 +74,12 @@ class PolicyModel(nn.Module):
     def layers(self) -> list[nn.Module]:
         """The decoder layers: the units of sharding and of activation checkpointing."""
         names = set(self.causal_lm._no_split_modules or ())
-        return [module for module in self.causal_lm.modules() if type(module).__name__ in names]
+        return [module for module in self.causal_lm.modules()  # FSDP puts a class of its own in front
+                if names & {kind.__name__ for kind in type(module).__mro__}]
+
+    def matrices(self) -> list[nn.Parameter]:
+        """The trained parameters of two dimensions within the layers: neither embeddings nor heads."""
+        return [p for layer in self.layers() for p in layer.parameters() if p.requires_grad and p.dim() == 2]
 
     def adapt(self, cfg: LoRAConfig, dtype: torch.dtype) -> None:
         """Train adapters in `dtype` instead of the model's own weights."""

@@ -1,14 +1,18 @@
-"""AdamW over parameter shards: schedule, global gradient norm, steps skipped for non-finite gradients."""
+"""Optimizers over parameter shards: schedule, global gradient norm, steps skipped for non-finite gradients."""
 
 import math
+from collections.abc import Sequence
+from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
-from torch.distributed.tensor import DTensor
 
 from hybridrl.config import TrainingConfig
 from hybridrl.errors import TrainingError
+from hybridrl.workers.training.adamw_8bit import AdamW8bit
+from hybridrl.workers.training.mesh import local
+from hybridrl.workers.training.muon import Muon
 
 
 def learning_rate(cfg: TrainingConfig, step: int) -> float:
@@ -26,24 +30,53 @@ def learning_rate(cfg: TrainingConfig, step: int) -> float:
     return cfg.learning_rate * factor
 
 
-def local(tensor: Tensor) -> Tensor:
-    """This rank's part of a tensor that may be a DTensor."""
-    return tensor.to_local() if isinstance(tensor, DTensor) else tensor
+class AdamW(torch.optim.AdamW):
+    """torch's, with its state by name."""
+
+    def tensors(self, parameter: nn.Parameter) -> dict[str, Tensor]:
+        """The running averages of a parameter; zero before its first step."""
+        state = self.state[parameter]
+        if not state:
+            state["step"] = torch.zeros((), device=parameter.device)
+            state |= {name: torch.zeros_like(parameter.detach()) for name in ("exp_avg", "exp_avg_sq")}
+        return {name: state[name] for name in ("exp_avg", "exp_avg_sq")}
+
+
+def make_optimizers(parameters: list[nn.Parameter], matrices: list[nn.Parameter],
+                    cfg: TrainingConfig) -> list[AdamW | AdamW8bit | Muon]:
+    """The optimizers that `cfg.optimizer` stands for: each parameter belongs to one of them.
+
+    Raises ConfigError when it is not installed or has nothing to do.
+    """
+    options: dict[str, Any] = dict(lr=cfg.learning_rate, weight_decay=cfg.weight_decay)
+    adam = options | dict(betas=(cfg.beta1, cfg.beta2))
+    if cfg.optimizer == "adamw_8bit":
+        return [AdamW8bit(parameters, **adam)]
+    if cfg.optimizer == "muon":
+        taken = set(matrices)
+        others = [p for p in parameters if p not in taken]
+        return [Muon(matrices, momentum=cfg.muon_momentum, **options),
+                *([AdamW(others, fused=True, **adam)] if others else [])]
+    return [AdamW(parameters, fused=True, **adam)]
 
 
 class Optimizer:
-    """AdamW with the schedule and the safeguards of TrainingConfig.
+    """The optimizer of TrainingConfig with its schedule and safeguards.
 
     Attributes: steps (taken), skipped_in_a_row.
     """
 
-    def __init__(self, parameters: list[nn.Parameter], cfg: TrainingConfig, group: dist.ProcessGroup | None):
-        """`group` is the process group that one copy of the parameters is sharded over; None when they are whole."""
-        self.cfg, self.group = cfg, group
+    def __init__(self, parameters: list[nn.Parameter], cfg: TrainingConfig, group: dist.ProcessGroup | None,
+                 matrices: Sequence[nn.Parameter] = ()):
+        """Make the optimizer of `cfg`.
+
+        Args:
+            group: the process group that one copy of the parameters is sharded over; None when they are whole.
+            matrices: those of the parameters that are 2-dimensional and within layers.
+        """
+        self.cfg, self.group, self.parameters = cfg, group, parameters
         self.steps = self.skipped_in_a_row = 0
-        self.adamw = torch.optim.AdamW(parameters, lr=cfg.learning_rate, betas=(cfg.beta1, cfg.beta2),
-                                       weight_decay=cfg.weight_decay, fused=True)
-        self.parameters = parameters
+        self.optimizers = make_optimizers(parameters, list(matrices), cfg)
 
     @torch.no_grad()
     def step(self) -> tuple[float, float, bool]:
@@ -60,36 +93,45 @@ class Optimizer:
             self.skipped_in_a_row = 0
             if norm > self.cfg.max_grad_norm:
                 torch._foreach_mul_(grads, self.cfg.max_grad_norm / norm)
-            self.adamw.param_groups[0]["lr"] = lr
-            self.adamw.step()
+            for optimizer in self.optimizers:
+                optimizer.param_groups[0]["lr"] = lr
+                optimizer.step()
             self.steps += 1
-        self.adamw.zero_grad(set_to_none=True)
+        self.zero_grad()
         if self.skipped_in_a_row > self.cfg.max_skipped_steps:
             raise TrainingError(f"{self.skipped_in_a_row} optimizer steps in a row had non-finite gradients; "
                                 f"training.max_skipped_steps is {self.cfg.max_skipped_steps}.")
         return norm, lr, skipped
 
-    def moments(self) -> dict[nn.Parameter, tuple[Tensor, Tensor]]:
-        """AdamW's running averages of gradient and square by parameter; zeros are made before the first step."""
-        state = self.adamw.state
+    def zero_grad(self) -> None:
+        """Free the gradients."""
         for parameter in self.parameters:
-            if parameter not in state:
-                state[parameter] = {"step": torch.zeros((), device=parameter.device),
-                                    "exp_avg": torch.zeros_like(parameter.detach()),
-                                    "exp_avg_sq": torch.zeros_like(parameter.detach())}
-        return {p: (state[p]["exp_avg"], state[p]["exp_avg_sq"]) for p in self.parameters}
+            parameter.grad = None
+
+    def tensors(self) -> dict[nn.Parameter, dict[str, Tensor]]:
+        """What is kept for each parameter between steps, by name, sharded as the parameter is."""
+        return {p: optimizer.tensors(p) for optimizer in self.optimizers for p in optimizer.param_groups[0]["params"]}
 
     def restore(self, steps: int, skipped_in_a_row: int) -> None:
-        """Set the counters; the running averages are filled in place by the caller."""
+        """Set the counters; the caller fills `tensors` in place."""
         self.steps, self.skipped_in_a_row = steps, skipped_in_a_row
-        for state in self.adamw.state.values():
-            state["step"].fill_(steps)
+        for state in self._states():
+            if "step" in state:
+                state["step"].fill_(steps)
 
     def move(self, device: torch.device | str) -> None:
-        """Bring the running averages to a device."""
-        for state in self.adamw.state.values():
+        """Bring what is kept to a device."""
+        for state in self._states():
             for name, tensor in state.items():
                 state[name] = tensor.to(device)
+
+    @property
+    def held_bytes(self) -> int:
+        """Bytes of what is kept on this rank; 0 before the first step."""
+        return sum(local(tensor).nbytes for state in self._states() for tensor in state.values())
+
+    def _states(self) -> list[dict[str, Tensor]]:
+        return [state for optimizer in self.optimizers for state in optimizer.state.values()]
 
     def _norm(self, grads: list[Tensor]) -> float:
         squares = torch.stack(torch._foreach_norm(grads)).double().square().sum()

@@ -46,16 +46,16 @@ def test_the_norm_is_over_all_parameters_and_clipping_scales_all():
     a.grad = torch.tensor([3.0], dtype=torch.float64)
     b.grad = torch.tensor([0.0, 4.0], dtype=torch.float64)
     assert adamw.step()[0] == 5.0
-    moments = adamw.moments()
-    assert moments[a][0].tolist() == pytest.approx([0.5 * 0.6])  # (1 - beta1) * 3 / 5
-    assert moments[b][0].tolist() == pytest.approx([0.0, 0.5 * 0.8])
+    kept = adamw.tensors()
+    assert kept[a]["exp_avg"].tolist() == pytest.approx([0.5 * 0.6])  # (1 - beta1) * 3 / 5
+    assert kept[b]["exp_avg"].tolist() == pytest.approx([0.0, 0.5 * 0.8])
 
 
 def test_a_gradient_below_the_limit_is_left_as_it_is():
     (a,), adamw = optimizer([0.0], max_grad_norm=1.0, beta1=0.0)
     a.grad = torch.tensor([0.25], dtype=torch.float64)
     adamw.step()
-    assert adamw.moments()[a][0].tolist() == [0.25]
+    assert adamw.tensors()[a]["exp_avg"].tolist() == [0.25]
 
 
 @pytest.mark.parametrize("bad", [math.nan, math.inf])
@@ -63,13 +63,13 @@ def test_a_non_finite_gradient_changes_nothing(bad):
     (a, b), adamw = optimizer([1.0], [2.0], learning_rate=0.1, warmup_steps=10)
     a.grad, b.grad = torch.tensor([1.0], dtype=torch.float64), torch.tensor([1.0], dtype=torch.float64)
     adamw.step()
-    before = [a.item(), b.item(), *(t.item() for pair in adamw.moments().values() for t in pair)]
+    before = [a.item(), b.item(), *(t.item() for kept in adamw.tensors().values() for t in kept.values())]
     a.grad, b.grad = torch.tensor([bad], dtype=torch.float64), torch.tensor([1.0], dtype=torch.float64)
     norm, lr, skipped = adamw.step()
     assert skipped
     assert not math.isfinite(norm)
     assert lr == pytest.approx(0.02)
-    assert [a.item(), b.item(), *(t.item() for pair in adamw.moments().values() for t in pair)] == before
+    assert [a.item(), b.item(), *(t.item() for kept in adamw.tensors().values() for t in kept.values())] == before
     assert a.grad is None
     assert (adamw.steps, adamw.skipped_in_a_row) == (1, 1)  # the schedule waits too
 
