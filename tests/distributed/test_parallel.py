@@ -117,8 +117,10 @@ def scenario(folders: dict[str, Path], scratch: Path) -> dict:
                                  for name, w in bucket}
     for optimizer in OPTIMIZERS:
         for name, options in {"shards": {}, "replicas": dict(shard_ranks=1)}.items():
-            result[optimizer, name] = optimized(folders["llama"], options, optimizer, scratch / f"{optimizer}-{ranks}-{name}")
-        result[optimizer, "crossed"] = optimized(folders["llama"], {}, optimizer, scratch / f"{optimizer}-1-shards", True)
+            saved = scratch / f"{optimizer}-{ranks}-{name}"
+            result[optimizer, name] = optimized(folders["llama"], options, optimizer, saved)
+        saved = scratch / f"{optimizer}-1-shards"
+        result[optimizer, "crossed"] = optimized(folders["llama"], {}, optimizer, saved, load=True)
     result["heads"] = error_of(lambda: engine(folders["llama_3"], context_parallel=ranks), ModelError)
     result["ranks"] = [error_of(lambda name=name: engine(folders["llama"], **{name: 3}), ConfigError)
                        for name in ("shard_ranks", "context_parallel")]

@@ -55,7 +55,7 @@ class AdamW8bit(torch.optim.Optimizer):
         return {name: tensor for name, tensor in state.items() if name != "step"}
 
     @torch.no_grad()
-    def step(self) -> None:  # type: ignore[override]
+    def step(self) -> None:
         """One step of every parameter that has a gradient."""
         (group,) = self.param_groups
         lr = torch.tensor(group["lr"])

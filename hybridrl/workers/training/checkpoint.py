@@ -63,7 +63,9 @@ def load_state(folder: Path, tensors: dict[str, Tensor]) -> dict[str, int]:
     try:
         dcp.load(tensors, storage_reader=reader)
     except CheckpointException as error:
-        raise CheckpointError(f"Can't read checkpoint {folder}: {_cause(error)}") from error
+        cause = _cause(error)
+        hint = " It is of another model, or of another training.optimizer." if "Missing key" in cause else ""
+        raise CheckpointError(f"Can't read checkpoint {folder}: {cause}{hint}") from error
     return numbers
 
 

@@ -40,7 +40,7 @@ class Muon(torch.optim.Optimizer):
         return {"momentum": self.state[matrix]["momentum"]}
 
     @torch.no_grad()
-    def step(self) -> None:  # type: ignore[override]
+    def step(self) -> None:
         """One step of every matrix that has a gradient; collective over the ranks that hold its rows."""
         (group,) = self.param_groups
         lr, mu = group["lr"], group["momentum"]

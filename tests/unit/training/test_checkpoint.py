@@ -136,6 +136,11 @@ def test_a_checkpoint_of_another_model(folder, saved, other):
         engine(folder(**other)).load(saved)
 
 
+def test_a_checkpoint_of_another_optimizer(folder, saved):
+    with pytest.raises(CheckpointError, match=r"Missing key .*momentum.* of another training\.optimizer\.$"):
+        engine(folder(), optimizer="muon").load(saved)
+
+
 def test_an_occupied_folder_is_not_overwritten(folder, saved):
     before = {file.name: file.read_bytes() for file in saved.iterdir()}
     with pytest.raises(CheckpointError, match="already holds a checkpoint"):
