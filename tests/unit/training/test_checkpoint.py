@@ -15,8 +15,9 @@ pytestmark = pytest.mark.usefixtures("one_rank")
 OPTIONS = dict(learning_rate=1e-2, warmup_steps=3, schedule="linear", total_steps=9, micro_batch_tokens=30)
 
 
-def engine(path, trainable=True):
-    return TrainingEngine(ModelConfig(path=str(path)), TrainingConfig(**OPTIONS), torch.device("cpu"), trainable)
+def engine(path, trainable=True, **options):
+    return TrainingEngine(ModelConfig(path=str(path)), TrainingConfig(**(OPTIONS | options)), torch.device("cpu"),
+                          trainable)
 
 
 def steps(ours, seeds):
