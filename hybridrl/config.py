@@ -149,6 +149,10 @@ class TrainingConfig:
     """Ranks that share the tokens of each sequence; must divide the ranks and the model's attention heads."""
     logits_chunk_tokens: int = 1024
     """Tokens whose logits are held at a time."""
+    whole_gradient_gib: float = 4.0
+    """Largest gradient of the whole model, float32, that every rank may hold between the micro-batches of an update, in
+    GiB; gradients are then added up over ranks once an update. That of a larger model is added up and sharded after
+    each micro-batch."""
     gradient_checkpointing: bool = False
     """Recompute layer activations in the backward pass."""
     offload: str = "auto"
@@ -174,6 +178,7 @@ class TrainingConfig:
         check(self.logits_chunk_tokens >= 1, f"{key}.logits_chunk_tokens", self.logits_chunk_tokens, "at least 1")
         check(self.shard_ranks >= 0, f"{key}.shard_ranks", self.shard_ranks, "at least 0")
         check(self.context_parallel >= 1, f"{key}.context_parallel", self.context_parallel, "at least 1")
+        check(self.whole_gradient_gib >= 0, f"{key}.whole_gradient_gib", self.whole_gradient_gib, "at least 0")
         check_choice(f"{key}.offload", self.offload, ("auto", "never"))
 
     def check_ranks(self, ranks: int, ranks_key: str, key: str = "policy.training") -> None:

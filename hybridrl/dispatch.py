@@ -12,9 +12,10 @@ A worker class tags its methods; `hybridrl.controller.WorkerGroup` reads the tag
         @over_rows()            # batches are split by rows; results are joined in row order
         def score(self, batch): ...
 
-Nothing here knows about processes: the functions below are arithmetic on row counts.
+Nothing here knows about processes: the functions below are arithmetic on row counts and row costs.
 """
 
+import heapq
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any, TypeVar
@@ -22,10 +23,13 @@ from typing import Any, TypeVar
 import torch
 from tensordict import TensorDict
 
-from hybridrl.batch import concat, split_sizes
+from hybridrl.batch import concat, select, split_sizes
 from hybridrl.errors import BatchError, ConfigError
 
 Method = TypeVar("Method", bound=Callable[..., Any])
+
+RowCosts = Callable[[TensorDict], list[float] | None]
+"""What each row of a batch costs, in any unit; None when the batch lacks the columns to tell."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -35,6 +39,14 @@ class Dispatch:
     split: str
     axis: str = ""
     join: str = "rows"
+
+
+@dataclass(frozen=True, slots=True)
+class Axis:
+    """What a worker says of an axis: consecutive ranks of one shard, and what rows cost (None: all the same)."""
+
+    peers: int = 1
+    costs: RowCosts | None = None
 
 
 def to_all(method: Method) -> Method:
@@ -52,6 +64,8 @@ def over_rows(axis: str = "training", join: str = "rows") -> Callable[[Method], 
 
     `Worker.peers(axis)` consecutive ranks are one shard: they get the same rows, and the first of them answers.
     A shard without rows gets an empty batch and runs all the same, so that it joins every collective.
+    Where `Worker.costs(axis)` tells what rows cost, shards get about equal costs, whichever rows that takes; otherwise
+    (and for futures, whose rows nobody has seen yet) consecutive rows, equally many. Results are in row order always.
 
     Args:
         axis: name that `Worker.peers` knows.
@@ -83,6 +97,48 @@ def row_range(total: int, shards: int, shard: int) -> tuple[int, int]:
     sizes = split_sizes(total, shards)
     start = sum(sizes[:shard])
     return start, start + sizes[shard]
+
+
+def balanced(costs: Sequence[float], parts: int, sizes: Sequence[int] | None = None,
+             room: int = 0) -> list[list[int]] | None:
+    """Numbers 0..len(costs) in `parts` ascending lists, so that the largest sum of costs is small.
+
+    The costliest first, each to the part with the smallest sum so far: at most 4/3 of the best possible (Graham 1969).
+
+    Args:
+        sizes: with them no part takes more than `room`, unless one alone does.
+    Returns:
+        None when something found no room on the way.
+    """
+    taken: list[list[int]] = [[] for _ in range(parts)]
+    left = [room] * parts
+    sums = [(0.0, part) for part in range(parts)]
+    for row in sorted(range(len(costs)), key=lambda row: -costs[row]):
+        full = []
+        while sums and sizes is not None and taken[sums[0][1]] and sizes[row] > left[sums[0][1]]:
+            full.append(heapq.heappop(sums))
+        if not sums:
+            return None
+        total, part = heapq.heappop(sums)
+        taken[part].append(row)
+        if sizes is not None:
+            left[part] -= sizes[row]
+        for entry in [*full, (total + costs[row], part)]:
+            heapq.heappush(sums, entry)
+    return [sorted(part) for part in taken]
+
+
+def in_row_order(joined: Any, shares: Sequence[Sequence[int]]) -> Any:
+    """What `join_rows` made of shards that had the rows `shares`, in the order of the rows."""
+    order = torch.tensor([row for share in shares for row in share], dtype=torch.int64).argsort()
+    if joined is not None and len(joined) != len(order):
+        raise BatchError(f"a call whose rows are spread by cost must return all of its {len(order)} rows, "
+                         f"got {len(joined)}.")
+    if isinstance(joined, TensorDict):
+        return select(joined, order)
+    if isinstance(joined, list):
+        return [joined[i] for i in order.tolist()]
+    return None if joined is None else joined[order]
 
 
 def overlaps(counts: Sequence[int], start: int, stop: int) -> list[tuple[int, int, int]]:

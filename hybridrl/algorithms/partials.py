@@ -108,7 +108,26 @@ class ExplainedVariance(NamedTuple):
         return 1 - self.residual.variance() / variance if variance > 0 else 0.0
 
 
-Partial = Mean | Min | Max | Moments | EffectiveSize | ExplainedVariance
+class Balance(NamedTuple):
+    """How evenly work is spread: the largest of some costs over their mean; 1 is even."""
+
+    max: Number
+    sum: Number
+    count: Number
+
+    @classmethod
+    def of(cls, costs: Iterable[float]) -> "Balance":
+        costs = list(costs)
+        return cls(max(costs), sum(costs), len(costs))
+
+    def merge(self, other: "Balance") -> "Balance":
+        return Balance(max(self.max, other.max), self.sum + other.sum, self.count + other.count)
+
+    def value(self) -> float:
+        return self.max * self.count / self.sum if self.sum else 1.0
+
+
+Partial = Mean | Min | Max | Moments | EffectiveSize | ExplainedVariance | Balance
 
 
 def merge(pieces: Iterable[Mapping[str, Partial]]) -> dict[str, Partial]:

@@ -9,7 +9,7 @@ from tensordict import TensorDict
 from hybridrl import errors
 from hybridrl.batch import num_rows
 from hybridrl.controller.host import Failure
-from hybridrl.dispatch import Dispatch
+from hybridrl.dispatch import Axis, Dispatch
 from hybridrl.errors import BatchError, HybridRLError, WorkerError
 from hybridrl.workers.base import Worker
 
@@ -21,8 +21,8 @@ class Call:
     role: str
     method: str
     dispatch: Dispatch
-    peers: int
-    """Consecutive ranks of one shard."""
+    axis: Axis
+    """Consecutive ranks of one shard, and what rows cost."""
     step: int | None
     args: tuple
     kwargs: dict[str, Any]
@@ -55,8 +55,8 @@ class DevicePool(Protocol):
     roles: set[str]
     """Roles of the groups that live here."""
 
-    def build(self, role: str, worker_cls: type[Worker], args: tuple, kwargs: dict, axes: list[str]) -> dict[str, int]:
-        """Build the worker of a role on every rank; returns its `peers` of each axis."""
+    def build(self, role: str, worker_cls: type[Worker], args: tuple, kwargs: dict, axes: list[str]) -> dict[str, Axis]:
+        """Build the worker of a role on every rank; returns what it says of each axis."""
 
     def submit(self, call: Call) -> Future:
         """Start a call."""

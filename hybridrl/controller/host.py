@@ -19,7 +19,7 @@ from tensordict import TensorDict
 
 from hybridrl.batch import num_rows
 from hybridrl.controller.wire import Wire, pack, unpack
-from hybridrl.dispatch import overlaps, row_range
+from hybridrl.dispatch import Axis, overlaps, row_range
 from hybridrl.errors import BatchError, HybridRLError
 from hybridrl.workers.base import Worker, WorkerContext
 
@@ -108,14 +108,14 @@ class Host:
         dist.init_process_group(backend, store=self.store, rank=self.context.rank,
                                 world_size=self.context.world_size, timeout=timedelta(seconds=self.timeout_s))
 
-    def build(self, role: str, worker_cls: type[Worker], args: tuple, kwargs: dict, axes: list[str]) -> dict[str, int]:
-        """Build the worker of a role; returns its `peers` of each axis."""
+    def build(self, role: str, worker_cls: type[Worker], args: tuple, kwargs: dict, axes: list[str]) -> dict[str, Axis]:
+        """Build the worker of a role; returns what it says of each axis."""
         self._check()
         context = WorkerContext(self.context.rank, self.context.world_size, self.context.device, role,
                                 self.context.local_rank)
         try:
             worker = self.workers[role] = worker_cls(context, *args, **kwargs)
-            return {axis: worker.peers(axis) for axis in axes}
+            return {axis: Axis(worker.peers(axis), worker.costs(axis)) for axis in axes}
         except (Exception, SystemExit) as error:
             raise self._failed(role, None, error) from error
 

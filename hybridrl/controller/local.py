@@ -10,6 +10,7 @@ from hybridrl.batch import concat
 from hybridrl.config import ClusterConfig
 from hybridrl.controller.call import Call, Future, check_rows, is_rows, stopped_error, worker_error
 from hybridrl.controller.host import Failure, Host
+from hybridrl.dispatch import Axis
 from hybridrl.errors import HybridRLError
 from hybridrl.workers.base import Worker, WorkerContext
 
@@ -40,8 +41,8 @@ class LocalPool:
         self._host = Host(WorkerContext(0, 1, device, ""), 1, cfg.call_timeout_s)
         self._host.join(self._host.listen("127.0.0.1"), cfg.start_timeout_s)
 
-    def build(self, role: str, worker_cls: type[Worker], args: tuple, kwargs: dict, axes: list[str]) -> dict[str, int]:
-        """Build the worker of a role; returns its `peers` of each axis."""
+    def build(self, role: str, worker_cls: type[Worker], args: tuple, kwargs: dict, axes: list[str]) -> dict[str, Axis]:
+        """Build the worker of a role; returns what it says of each axis."""
         self._check()
         try:
             return self._host.build(role, worker_cls, args, kwargs, axes)

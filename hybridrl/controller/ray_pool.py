@@ -14,9 +14,9 @@ from tensordict import TensorDict
 from hybridrl.config import ClusterConfig
 from hybridrl.controller.call import Call, stopped_error, worker_error
 from hybridrl.controller.host import Failure, Host
-from hybridrl.controller.ray_call import RayFuture, reply_kind, split_arguments, task_name, whole_argument
+from hybridrl.controller.ray_call import RayFuture, reply_kind, rows_by_cost, split_arguments, task_name, whole_argument
 from hybridrl.controller.wire import pack, unpack_one
-from hybridrl.dispatch import Dispatch
+from hybridrl.dispatch import Axis, Dispatch
 from hybridrl.errors import DeadlineError, HybridRLError
 from hybridrl.workers.base import Worker, WorkerContext
 
@@ -86,8 +86,8 @@ class RayPool:
                 self._logs[rank]))
         return actors
 
-    def build(self, role: str, worker_cls: type[Worker], args: tuple, kwargs: dict, axes: list[str]) -> dict[str, int]:
-        """Build the worker of a role in every process; returns its `peers` of each axis."""
+    def build(self, role: str, worker_cls: type[Worker], args: tuple, kwargs: dict, axes: list[str]) -> dict[str, Axis]:
+        """Build the worker of a role in every process; returns what it says of each axis."""
         self.check()
         refs = [actor.build.remote(role, worker_cls, args, kwargs, axes) for actor in self.actors]
         self._everywhere(role, "start of its process", self._joined, self._start_timeout_s)
@@ -100,28 +100,30 @@ class RayPool:
 
     def _everywhere(self, role: str, what: str, refs: list[Any], timeout_s: float) -> list[Any]:
         """Results of all ranks of something that is no worker method."""
-        call = Call(role, what, Dispatch("all"), 1, None, (), {}, timeout_s)
+        call = Call(role, what, Dispatch("all"), Axis(), None, (), {}, timeout_s)
         return RayFuture(self, call, list(range(self.ranks)), refs, []).result()
 
     def submit(self, call: Call) -> RayFuture:
         """Start a call on the ranks that it names."""
         self.check()
+        rows = None
         if call.dispatch.split == "rows":
-            shares = split_arguments(call, self.ranks // call.peers)
+            rows = rows_by_cost(call, self.ranks // call.axis.peers)
+            shares = split_arguments(call, self.ranks // call.axis.peers, rows)
         else:
             shares = [(tuple(map(whole_argument, call.args)),
                        {name: whole_argument(value) for name, value in call.kwargs.items()})]
         ranks = [0] if call.dispatch.split == "first" else list(range(self.ranks))
         refs, counts, name = [], [], task_name(call)
         for rank in ranks:
-            args, kwargs = shares[rank // call.peers if len(shares) > 1 else 0]
+            args, kwargs = shares[rank // call.axis.peers if len(shares) > 1 else 0]
             reply = reply_kind(call, rank)
             run = self.actors[rank].run.options(name=name, num_returns=2 if reply == "counted" else 1)
             made = run.remote((args, kwargs, reply)) if args or kwargs else run.remote()
             count, ref = made if reply == "counted" else (None, made)
             refs.append(ref)
             counts.append(count)
-        return RayFuture(self, call, ranks, refs, counts)
+        return RayFuture(self, call, ranks, refs, counts, rows)
 
     def check(self) -> None:
         """Raise when the pool was stopped or closed."""

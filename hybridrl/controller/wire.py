@@ -38,6 +38,17 @@ class Column:
         first, last = self.offsets[[start, stop]] - self.offsets[0]
         return Column(self.values[first:last], self.offsets[start : stop + 1], self.dtype)
 
+    def take(self, rows: list[int]) -> "Column":
+        """The rows named, as copies."""
+        if self.dtype is None:
+            return Column([self.values[row] for row in rows], None, None)
+        if self.offsets is None:
+            return Column(self.values[rows], None, self.dtype)
+        starts, sizes = self.offsets[:-1][rows] - self.offsets[0], np.diff(self.offsets)[rows]
+        ends = np.concatenate([[0], np.cumsum(sizes)])
+        within = np.arange(ends[-1]) - ends[:-1].repeat(sizes)
+        return Column(self.values[starts.repeat(sizes) + within], ends, self.dtype)
+
 
 @dataclass(slots=True)
 class Wire:
@@ -51,6 +62,10 @@ class Wire:
         if (start, stop) == (0, self.rows):
             return self
         return Wire(stop - start, {name: column.rows(start, stop) for name, column in self.columns.items()})
+
+    def take(self, rows: list[int]) -> "Wire":
+        """The rows named, as copies."""
+        return Wire(len(rows), {name: column.take(rows) for name, column in self.columns.items()})
 
 
 def pack(batch: TensorDict) -> Wire:

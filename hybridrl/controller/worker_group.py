@@ -9,7 +9,7 @@
 from typing import Any
 
 from hybridrl.controller.call import Call, DevicePool, Future
-from hybridrl.dispatch import Dispatch, dispatched
+from hybridrl.dispatch import Axis, Dispatch, dispatched
 from hybridrl.errors import ConfigError, HybridRLError, unknown
 from hybridrl.workers.base import Worker
 
@@ -35,9 +35,9 @@ class GroupMethod:
         group = self._group
         if group.closed:
             raise HybridRLError(f"the group {group.role!r} was closed.")
-        peers = group.peers[self._dispatch.axis] if self._dispatch.axis else 1
+        axis = group.axes[self._dispatch.axis] if self._dispatch.axis else Axis()
         return group.pool.submit(
-            Call(group.role, self._name, self._dispatch, peers, group.step, args, kwargs, self._timeout_s, keep))
+            Call(group.role, self._name, self._dispatch, axis, group.step, args, kwargs, self._timeout_s, keep))
 
 
 class WorkerGroup:
@@ -61,12 +61,12 @@ class WorkerGroup:
         self.pool, self.role, self.closed = pool, role, False
         self._tags = dispatched(worker_cls)
         axes = sorted({tag.axis for tag in self._tags.values() if tag.axis})
-        self.peers: dict[str, int] = pool.build(role, worker_cls, args, kwargs, axes)
-        for axis, peers in self.peers.items():
-            if peers < 1 or pool.ranks % peers:
+        self.axes: dict[str, Axis] = pool.build(role, worker_cls, args, kwargs, axes)
+        for name, axis in self.axes.items():
+            if axis.peers < 1 or pool.ranks % axis.peers:
                 pool.drop(role)
-                raise ConfigError(f"{worker_cls.__name__}.peers({axis!r}) must divide the {pool.ranks} ranks of the "
-                                  f"pool, got {peers}.")
+                raise ConfigError(f"{worker_cls.__name__}.peers({name!r}) must divide the {pool.ranks} ranks of the "
+                                  f"pool, got {axis.peers}.")
         pool.roles.add(role)
 
     def close(self) -> None:

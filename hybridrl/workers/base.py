@@ -4,6 +4,8 @@ from dataclasses import dataclass
 
 import torch
 
+from hybridrl.dispatch import RowCosts
+
 
 @dataclass(frozen=True, slots=True)
 class WorkerContext:
@@ -36,6 +38,10 @@ class Worker:
     def peers(self, axis: str) -> int:
         """How many consecutive ranks form one shard of an axis of `over_rows`."""
         return 1
+
+    def costs(self, axis: str) -> RowCosts | None:
+        """What rows of a batch cost on an axis, as a function that pickles; None: every row the same."""
+        return None
 
     def close(self) -> None:
         """Release what the process would not release by exiting."""

@@ -8,7 +8,7 @@ from hybridrl.algorithms.partials import Partial
 from hybridrl.algorithms.values import ValueLoss
 from hybridrl.batch import put
 from hybridrl.config import ModelConfig, TrainingConfig
-from hybridrl.dispatch import over_rows, to_all
+from hybridrl.dispatch import RowCosts, over_rows, to_all
 from hybridrl.workers.base import Worker, WorkerContext
 from hybridrl.workers.training.engine import TrainingEngine
 from hybridrl.workers.training.models import ValueModel
@@ -32,6 +32,9 @@ class CriticWorker(Worker):
 
     def peers(self, axis: str) -> int:
         return self.training.cfg.context_parallel if axis == "training" else super().peers(axis)
+
+    def costs(self, axis: str) -> RowCosts | None:
+        return self.training.costs
 
     @over_rows()
     def values(self, batch: TensorDict) -> TensorDict:

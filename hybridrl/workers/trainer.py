@@ -7,7 +7,7 @@ from tensordict import TensorDict
 from hybridrl.algorithms.partials import Partial
 from hybridrl.batch import put
 from hybridrl.config import ModelConfig, TrainingConfig
-from hybridrl.dispatch import over_rows, to_all
+from hybridrl.dispatch import RowCosts, over_rows, to_all
 from hybridrl.models import load_tokenizer
 from hybridrl.workers.base import Worker, WorkerContext
 from hybridrl.workers.training.engine import LossFunction, TrainingEngine
@@ -33,6 +33,9 @@ class TrainerWorker(Worker):
 
     def peers(self, axis: str) -> int:
         return self.training.cfg.context_parallel if axis == "training" else super().peers(axis)
+
+    def costs(self, axis: str) -> RowCosts | None:
+        return self.training.costs if axis == "training" else None
 
     @to_all
     def enter_training(self) -> None:
@@ -108,6 +111,9 @@ class ReferenceWorker(Worker):
 
     def peers(self, axis: str) -> int:
         return self.training.cfg.context_parallel if axis == "training" else super().peers(axis)
+
+    def costs(self, axis: str) -> RowCosts | None:
+        return self.training.costs
 
     @over_rows()
     def ref_log_probs(self, batch: TensorDict) -> TensorDict:

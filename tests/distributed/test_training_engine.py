@@ -11,6 +11,7 @@ import torch
 import torch.distributed as dist
 import torch.multiprocessing as mp
 from safetensors.torch import load_file, save_file
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from hybridrl.batch import narrow, rows_of, select
 from hybridrl.config import ModelConfig, TrainingConfig
@@ -28,6 +29,16 @@ SHARES = {"halves": (4, 3), "one rank has no rows": (7, 0), "one rank has more":
 def engine(path, dtype=torch.float64, **options):
     from hybridrl.workers.training.engine import TrainingEngine
     return TrainingEngine(ModelConfig(path=str(path)), TrainingConfig(**(OPTIONS | options)), CPU, dtype=dtype)
+
+
+class Reductions(TorchDispatchMode):
+    """Counts what adds gradients up over ranks."""
+
+    number = 0
+
+    def __torch_dispatch__(self, function, types, args=(), kwargs=None):
+        self.number += "reduce_scatter" in str(function)
+        return function(*args, **(kwargs or {}))
 
 
 def share(batch, sizes=None):
@@ -78,6 +89,12 @@ def scenario(folders: dict[str, Path], scratch: Path) -> dict:
             result["cut weights", name, budget] = weights_of(ours)
     ours = engine(folders["llama"], gradient_checkpointing=True)
     result["recomputed"] = train(ours, 3)
+    for gib in (0.0, 4.0):
+        ours = engine(folders["llama_tied"], micro_batch_tokens=30, whole_gradient_gib=gib)
+        with Reductions() as reductions:
+            result["accumulated", gib] = train(ours, 3, SHARES["one rank has more"])
+        result["accumulated weights", gib] = weights_of(ours)
+        result["reductions", gib] = reductions.number
     saving(folders, scratch, ranks, result)
     failing(folders, scratch, result)
     return result
@@ -173,7 +190,7 @@ def outcome(tmp_path_factory):
 def assert_same_metrics(ours, theirs, rel):
     for a, b in zip(ours, theirs, strict=True):
         assert set(a) == set(b)
-        for name in set(a) - {"micro_batches"}:
+        for name in set(a) - {"micro_batches", "balance_ranks", "balance_micro_batches"}:
             assert a[name] == pytest.approx(b[name], rel=rel, abs=rel), name
 
 
@@ -229,6 +246,24 @@ def test_how_rows_are_spread_does_not_matter(outcome, name, budget):
 
 def test_recomputed_layers_on_shards(outcome):
     assert_same_metrics(outcome[2, 0]["recomputed"], outcome[1, 0]["metrics", "llama"], rel=1e-10)
+
+
+def test_gradients_are_added_up_over_ranks_once_an_update(outcome):
+    """Held whole in between or sharded after each micro-batch: the same numbers, several times the traffic."""
+    once, each = (outcome[2, 0]["accumulated", gib] for gib in (4.0, 0.0))
+    assert_same_metrics(once, each, rel=1e-12)
+    weights = (outcome[2, 0]["accumulated weights", gib] for gib in (4.0, 0.0))
+    assert_same_weights(*weights, atol=1e-10)
+    units = 3  # two layers, and the rest of the model
+    assert outcome[2, 0]["reductions", 4.0] == 3 * units
+    assert outcome[2, 0]["reductions", 0.0] == units * sum(row["micro_batches"] for row in each) > 6 * units
+
+
+def test_balance_of_two_ranks(outcome):
+    """The rank with 6 of 7 rows has most of the work, and both make as many micro-batches."""
+    row = outcome[2, 0]["cut", "one rank has more", 15][0]
+    assert 1.5 < row["balance_ranks"] <= 2 < row["balance_micro_batches"]
+    assert outcome[1, 0]["cut", "halves", 1000][0]["balance_ranks"] == 1
 
 
 @pytest.mark.parametrize("kind", ["llama_tied", "qwen3_moe"])

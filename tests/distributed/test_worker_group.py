@@ -111,6 +111,21 @@ def test_two_batches_of_one_call_are_split_alike(tiny):
         tiny.mark(rows(5), rows(4))
 
 
+def test_costs_decide_which_rows_go_where_and_results_are_in_row_order(group_of):
+    group = group_of(2, costly=True)
+    batch = B.make_batch(response_ids=[[7] * n for n in (1, 9, 2, 3, 3)], answer=list("abcde"))
+    marked = group.mark(batch, batch)
+    assert marked["rewards"].tolist() == [1, 0, 1, 1, 1]  # 9 tokens against 1 + 2 + 3 + 3
+    assert list(marked["answer"]) == group.answers(batch) == list("abcde")
+    assert [len(row) for row in B.rows_of(marked["returns"])] == [1, 9, 2, 3, 3]
+    assert group.count(batch)["rows"] == 5
+    # rows that nobody can weigh, and those of a future, are consecutive
+    assert group.mark(batch.exclude("response_ids"))["rewards"].tolist() == [0, 0, 0, 1, 1]
+    assert group.mark.future(batch).result()["rewards"].tolist() == [0, 0, 0, 1, 1]
+    with pytest.raises(BatchError, match="must return all of its 2 rows, got 1"):
+        group.keep_even(B.make_batch(group_ids=torch.tensor([1, 2]), response_ids=[[1], [2]]))
+
+
 def test_a_row_call_without_a_batch_is_refused(tiny):
     with pytest.raises(BatchError, match="tiny.mark splits a batch by rows, but no argument is a batch"):
         tiny.mark(3)

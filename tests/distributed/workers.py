@@ -7,18 +7,26 @@ import torch
 import torch.distributed as dist
 from tensordict import TensorDict
 
-from hybridrl.batch import num_rows, put, select
-from hybridrl.dispatch import over_rows, to_all, to_first
+from hybridrl.batch import lengths, num_rows, put, select
+from hybridrl.dispatch import RowCosts, over_rows, to_all, to_first
 from hybridrl.errors import BatchError
 from hybridrl.workers.base import Worker, WorkerContext
+
+
+def response_lengths(batch: TensorDict) -> list[float] | None:
+    """Rows cost their response."""
+    return lengths(batch["response_ids"]).tolist() if "response_ids" in batch.keys() else None
 
 
 class Tiny(Worker):
     """Marks rows with its rank, counts, waits, fails."""
 
-    def __init__(self, context: WorkerContext, start: int = 0, shard_ranks: int = 1):
+    def __init__(self, context: WorkerContext, start: int = 0, shard_ranks: int = 1, costly: bool = False):
         super().__init__(context)
-        self.calls, self.shard_ranks = start, shard_ranks
+        self.calls, self.shard_ranks, self.costly = start, shard_ranks, costly
+
+    def costs(self, axis: str) -> RowCosts | None:
+        return response_lengths if self.costly else None
 
     def peers(self, axis: str) -> int:
         return self.shard_ranks if axis == "rollout" else 1

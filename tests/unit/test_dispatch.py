@@ -6,7 +6,18 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from hybridrl.batch import make_batch, rows_of
-from hybridrl.dispatch import Dispatch, dispatched, join_rows, over_rows, overlaps, row_range, to_all, to_first
+from hybridrl.dispatch import (
+    Dispatch,
+    balanced,
+    dispatched,
+    in_row_order,
+    join_rows,
+    over_rows,
+    overlaps,
+    row_range,
+    to_all,
+    to_first,
+)
 from hybridrl.errors import BatchError, ConfigError
 
 
@@ -95,3 +106,31 @@ def test_results_join_in_row_order():
 def test_results_that_have_no_rows_are_refused(values):
     with pytest.raises(BatchError, match="joins batches, tensors or lists"):
         join_rows(values)
+
+
+def test_costs_are_spread_costliest_first():
+    # 8 | 5 | 4; then 3 to the part with 4, 2 to the one with 5, 1 to one of the two with 7
+    assert balanced([1, 8, 3, 4, 5, 2], 3) == [[1], [0, 4, 5], [2, 3]]
+    assert balanced([2.0], 3) == [[0], [], []]
+    assert balanced([], 2) == [[], []]
+
+
+@given(st.lists(st.integers(0, 100), max_size=30), st.integers(1, 6))
+def test_no_share_is_more_than_a_row_above_the_mean(costs, parts):
+    shares = balanced(costs, parts)
+    assert sorted(row for share in shares for row in share) == list(range(len(costs)))
+    largest = max(sum(costs[row] for row in share) for share in shares)
+    assert largest <= sum(costs) / parts + max(costs, default=0)
+
+
+def test_shares_come_back_in_row_order():
+    shares = [[1, 4], [], [0, 2, 3]]
+    assert in_row_order(list("beacd"), shares) == list("abcde")
+    assert in_row_order(torch.tensor([1, 4, 0, 2, 3]), shares).tolist() == [0, 1, 2, 3, 4]
+    batch = make_batch(answer=list("beacd"), response_ids=[[1], [4] * 3, [], [2], [3]])
+    ordered = in_row_order(batch, shares)
+    assert list(ordered["answer"]) == list("abcde")
+    assert [row.tolist() for row in rows_of(ordered["response_ids"])] == [[], [1], [2], [3], [4] * 3]
+    assert in_row_order(None, shares) is None
+    with pytest.raises(BatchError, match="must return all of its 5 rows, got 1"):
+        in_row_order(["a"], shares)

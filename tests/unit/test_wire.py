@@ -97,3 +97,10 @@ def test_nested_batches_are_refused():
     batch.set("inner", TensorDict({"a": torch.zeros(1)}, batch_size=[1]))
     with pytest.raises(BatchError, match="'inner' is a nested batch"):
         pack(batch)
+
+
+@pytest.mark.parametrize("rows", [[2, 0], [1], [], [0, 1, 2], [1, 1, 2]])
+def test_any_rows_can_be_taken_also_of_a_part(rows):
+    for wire, first in ((pack(sample()), 0), (pack(B.concat([sample(), sample()])).part(1, 5), 1)):
+        expected = everything(B.select(B.concat([sample(), sample()]), [first + row for row in rows]))
+        assert everything(unpack_one(wire.take(rows))) == expected

@@ -1,9 +1,9 @@
 """The training engine: outputs and optimizer steps of one model over the ranks of the default process group.
 
-A batch is cut into packed micro-batches by a token budget (packing.py), each of which PolicyModel (models.py)
-turns into log-probs, or ValueModel into values; the caller's loss function turns those into a partial loss. Every
-rank runs the same number of micro-batches, whatever rows it has, because every forward and backward pass is a
-collective.
+A batch is cut into packed micro-batches by a token budget (packing.py) and balanced by what rows cost (costs.py).
+PolicyModel (models.py) turns each into log-probs, or ValueModel into values; the caller's loss function turns those
+into a partial loss. Every rank runs the same number of micro-batches, whatever rows it has, because every forward and
+backward pass is a collective. Gradients are added up over ranks in the last one's backward pass.
 """
 
 from collections.abc import Callable, Iterable, Iterator, Mapping
@@ -16,12 +16,13 @@ from tensordict import TensorDict
 from torch import Tensor
 from torch.distributed.tensor import DTensor, Shard
 
-from hybridrl.algorithms.partials import Mean, Partial, finalize, merge
-from hybridrl.batch import from_lengths, lengths, num_rows
+from hybridrl.algorithms.partials import Balance, Mean, Partial, finalize, merge
+from hybridrl.batch import from_lengths, lengths
 from hybridrl.config import ModelConfig, TrainingConfig
 from hybridrl.errors import BatchError, PhaseError, TrainingError
 from hybridrl.workers.training.checkpoint import load_state, save_state
 from hybridrl.workers.training.context import ContextParallel
+from hybridrl.workers.training.costs import model_costs
 from hybridrl.workers.training.export import export_adapter, export_model
 from hybridrl.workers.training.lora import adapted, adapters, adapters_off, merged
 from hybridrl.workers.training.mesh import local, make_mesh
@@ -65,9 +66,12 @@ class TrainingEngine:
         """Which of `parameters` and `optimizer` are in CPU memory."""
         self.model = load_model(module, model, self.mesh, device, dtype, trainable, cfg.gradient_checkpointing,
                                 cfg.lora, self.context)
+        self.costs = model_costs(self.model)
         self.sharded = any(isinstance(p, DTensor) for p in self.model.parameters())
-        group = self.mesh.get_group("shard") if self.sharded else None
         trained = [p for p in self.model.parameters() if p.requires_grad]
+        self.accumulates = self.sharded and 4 * sum(p.numel() for p in trained) <= cfg.whole_gradient_gib * 2**30
+        """Whether gradients stay whole on each rank until the last micro-batch."""
+        group = self.mesh.get_group("shard") if self.sharded else None
         self.optimizer = Optimizer(trained, cfg, group, self.model.matrices()) if trainable else None
 
     @property
@@ -164,7 +168,8 @@ class TrainingEngine:
         Returns:
             The same on every rank, and over several steps `merge` adds them up: `loss` (summed), `grad_norm` (before
             clipping), `lr`, `skipped` (1 when the gradient was not finite), `tokens` (fed, all ranks),
-            `micro_batches` (per rank), each counting one step, and the merged metrics of `loss_fn`.
+            `micro_batches` (per rank), each counting one step, `balance_ranks` and `balance_micro_batches` (largest
+            over mean cost of a rank, and of a micro-batch of any rank), and the merged metrics of `loss_fn`.
         Raises:
             BatchError: no rank has rows, or a column does not fit.
             TrainingError: the model is frozen, or too many steps in a row were skipped.
@@ -174,8 +179,13 @@ class TrainingEngine:
         parts = self._micro_batches(batch)
         if not parts:
             raise BatchError("an update needs at least one row; no rank has any.")
-        pieces = [self._backward(batch, part, loss_fn, temperature, entropies, candidates) for part in parts]
-        pieces.append({"tokens": Mean(sum(fed_lengths(batch)), 1)})
+        pieces = []
+        for part in parts:
+            self._reduce_gradients(part is parts[-1])
+            pieces.append(self._backward(batch, part, loss_fn, temperature, entropies, candidates))
+        costs = self.costs(batch) or []
+        pieces.append({"tokens": Mean(sum(fed_lengths(batch)), 1), "balance_ranks": Balance.of([sum(costs)]),
+                       "balance_micro_batches": Balance.of(sum(costs[row] for row in part.rows) for part in parts)})
         totals = self._merge_over_ranks(pieces)
         loss, tokens = totals.pop("loss"), totals.pop("tokens")
         norm, lr, skipped = optimizer.step()
@@ -277,12 +287,17 @@ class TrainingEngine:
 
     def _micro_batches(self, batch: TensorDict) -> list[MicroBatch]:
         """This rank's micro-batches, as many as the rank with most of them has."""
-        sizes = fed_lengths(batch)
-        bins = cut(sizes, self.cfg.micro_batch_tokens * self.cfg.context_parallel) if num_rows(batch) else []
-        count = torch.tensor(len(bins), device=self.device)
+        sizes, costs = fed_lengths(batch), self.costs(batch) or []
+        budget = self.cfg.micro_batch_tokens * self.cfg.context_parallel
+        count = torch.tensor(len(cut(sizes, costs, budget)), device=self.device)
         dist.all_reduce(count, op=dist.ReduceOp.MAX)
-        bins += [[] for _ in range(int(count) - len(bins))]
-        return list(micro_batches(batch, bins, self.device))
+        return list(micro_batches(batch, cut(sizes, costs, budget, int(count)), self.device))
+
+    def _reduce_gradients(self, now: bool) -> None:
+        """Let the next backward pass add gradients up over ranks, or leave them whole on this rank until one does."""
+        if self.accumulates:
+            self.model.set_requires_gradient_sync(now)
+            self.model.set_is_last_backward(now)
 
     def _forward(self, part: MicroBatch, temperature: float, entropies: bool,
                  targets: Tensor | None = None) -> tuple[Tensor, Tensor | None]:

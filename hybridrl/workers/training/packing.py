@@ -12,6 +12,7 @@ from tensordict import TensorDict
 from torch import Tensor
 
 from hybridrl.batch import FIELDS, lengths, require
+from hybridrl.dispatch import balanced
 from hybridrl.errors import BatchError
 from hybridrl.workers.training.attention import Group, group_lengths
 
@@ -61,11 +62,20 @@ def fed_lengths(batch: TensorDict) -> list[int]:
     return [p + r - 1 if r else 0 for p, r in zip(prompts, responses, strict=True)]
 
 
-def cut(sizes: list[int], budget: int) -> list[list[int]]:
-    """First-fit by decreasing size: bins of row numbers with at most `budget` tokens each.
+def cut(sizes: list[int], costs: list[float], budget: int, count: int = 0) -> list[list[int]]:
+    """Bins of row numbers with at most `budget` tokens each and about equal costs, the costliest bin first.
 
+    There are as few as first-fit by decreasing size needs, or `count` if that is more; bins may stay empty then.
     A row larger than the budget gets a bin of its own. Rows in a bin are ordered by decreasing size.
     """
+    fitted = _first_fit(sizes, budget)
+    count = max(count, len(fitted))
+    bins = balanced(costs, count, sizes, budget) or fitted + [[] for _ in range(count - len(fitted))]
+    return sorted((sorted(rows, key=lambda row: -sizes[row]) for rows in bins),
+                  key=lambda rows: -sum(costs[row] for row in rows))
+
+
+def _first_fit(sizes: list[int], budget: int) -> list[list[int]]:
     bins: list[list[int]] = []
     room: list[int] = []
     for row in sorted(range(len(sizes)), key=lambda i: -sizes[i]):

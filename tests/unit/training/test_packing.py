@@ -16,28 +16,46 @@ def pack(batch, bins):
     return list(micro_batches(batch, bins, CPU))
 
 
-def test_cut_is_first_fit_by_decreasing_size():
-    # sorted: 5(row 1) 4(row 3) 4(row 4) 3(row 0) 2(row 2); budget 8
-    # 5 | 4 4 | 3 fits beside 5 (5+3) | 2 opens a third bin
-    assert cut([3, 5, 2, 4, 4], budget=8) == [[1, 0], [3, 4], [2]]
+def test_cut_takes_as_few_bins_as_first_fit_and_balances_their_costs():
+    # 5(row 1) 4(row 3) 4(row 4) 3(row 0) 2(row 2) need 3 bins of 8; each goes to the cheapest so far: 5 | 4+3 | 4+2
+    assert cut([3, 5, 2, 4, 4], [3, 5, 2, 4, 4], budget=8) == [[3, 0], [4, 2], [1]]
+    # one row costs as much as all others: it stays alone
+    assert cut([3, 5, 2, 4, 4], [1, 5, 1, 1, 1], budget=13) == [[1], [3, 4, 0, 2]]
+
+
+def test_cut_falls_back_to_first_fit_where_balancing_finds_no_room():
+    # balanced: 6+3, 5+4, and no room for 2; first fit: 6+4, 5+3+2
+    assert cut([6, 5, 4, 3, 2], [6, 5, 4, 3, 2], budget=10) == [[0, 2], [1, 3, 4]]
+    assert cut([6, 5, 4, 3, 2], [6, 5, 4, 3, 2], budget=10, count=3) == [[1, 4], [2, 3], [0]]
+
+
+def test_cut_into_more_bins_than_needed():
+    assert cut([3, 1], [3, 1], budget=8, count=2) == [[0], [1]]
+    assert cut([3, 1], [3, 1], budget=8, count=4) == [[0], [1], [], []]
+    assert cut([], [], budget=8, count=2) == [[], []]
 
 
 def test_a_row_over_the_budget_gets_a_bin_of_its_own():
-    assert cut([2, 50, 3], budget=6) == [[1], [2, 0]]
+    assert cut([2, 50, 3], [2, 50, 3], budget=6) == [[1], [2, 0]]
 
 
 def test_nothing_to_cut():
-    assert cut([], budget=6) == []
-    assert cut([0, 0], budget=6) == [[0, 1]]  # rows without a response cost nothing and still belong somewhere
+    assert cut([], [], budget=6) == []
+    assert cut([0, 0], [0, 0], budget=6) == [[0, 1]]  # rows without a response cost nothing and still belong somewhere
 
 
-@given(st.lists(st.integers(0, 30), max_size=40), st.integers(1, 40))
-def test_cut_keeps_every_row_once_within_the_budget(sizes, budget):
-    bins = cut(sizes, budget)
+@given(st.lists(st.integers(0, 30), max_size=40), st.integers(1, 40), st.integers(0, 12))
+def test_cut_keeps_every_row_once_within_the_budget(sizes, budget, count):
+    costs = [size + size**2 / 10 for size in sizes]
+    bins = cut(sizes, costs, budget, count)
     assert sorted(row for rows in bins for row in rows) == list(range(len(sizes)))
+    totals = [sum(costs[row] for row in rows) for rows in bins]
+    assert totals == sorted(totals, reverse=True)
+    assert len(bins) >= count
     for rows in bins:
-        assert rows
-        assert len(rows) == 1 or sum(sizes[row] for row in rows) <= budget or min(sizes[row] for row in rows) == 0
+        assert rows or len(bins) == count
+        taken = [sizes[row] for row in rows]
+        assert len(rows) < 2 or sum(taken) <= budget or min(taken) == 0
         assert [sizes[row] for row in rows] == sorted((sizes[row] for row in rows), reverse=True)
 
 
