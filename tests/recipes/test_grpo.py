@@ -114,7 +114,7 @@ def test_two_ray_ranks_give_the_metrics_of_one_local_rank(run, grpo, doubles, lo
     assert found.keys() == expected.keys()
     for step in expected:
         assert found[step].keys() == expected[step].keys()
-        for name in expected[step]:
+        for name in set(expected[step]) - {"train/balance_ranks", "train/balance_micro_batches"}:
             near = 1e-4 if name.startswith(NOISE) else 1e-7
             assert found[step][name] == pytest.approx(expected[step][name], rel=1e-4, abs=near), (step, name)
     assert [s["response"] for s in samples(folder)] == [s["response"] for s in samples(local)]

@@ -189,8 +189,9 @@ class TrainingEngine:
         totals = self._merge_over_ranks(pieces)
         loss, tokens = totals.pop("loss"), totals.pop("tokens")
         norm, lr, skipped = optimizer.step()
+        balance = {name: totals.pop(name).value() for name in ("balance_ranks", "balance_micro_batches")}
         metrics = {"loss": float(loss.sum), "tokens": float(tokens.sum), "grad_norm": norm, "lr": lr,
-                   "skipped": float(skipped), "micro_batches": float(len(parts))}
+                   "skipped": float(skipped), "micro_batches": float(len(parts)), **balance}
         return {name: Mean(value, 1) for name, value in metrics.items()} | totals
 
     def save(self, folder: Path, numbers: Mapping[str, int] | None = None) -> None:
