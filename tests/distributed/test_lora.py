@@ -21,7 +21,7 @@ from tests.distributed.test_training_engine import (
     weights_of,
 )
 from tests.models import tiny_model
-from tests.unit.training.reference import random_batch
+from tests.unit.training.reference import policy_gradient, random_batch
 
 pytestmark = pytest.mark.slow
 KINDS = ("llama_tied", "qwen3_moe")
@@ -77,7 +77,13 @@ def outcome(tmp_path_factory):
 
 
 def both(folders, scratch):
-    return scenario(folders, scratch) | crossing(folders, scratch) | {"bfloat16": in_bfloat16(folders)}
+    result = scenario(folders, scratch) | crossing(folders, scratch)
+    replicas = engine(folders["llama_tied"], lora=LORA, shard_ranks=1)
+    result["replicas"], result["replicas weights"] = train(replicas, 3), weights_of(replicas)
+    context = engine(folders["llama_tied"], lora=LORA, context_parallel=2)
+    result["context"] = [context.update(random_batch(seed=seed), policy_gradient, 0.7, entropies=True)
+                         for seed in range(3)]
+    return result | {"bfloat16": in_bfloat16(folders)}
 
 
 def in_bfloat16(folders):
@@ -106,6 +112,13 @@ def test_updates_do_not_depend_on_ranks(outcome, kind):
         assert_same_weights(two["adapters", kind], one["adapters", kind], atol=1e-9)
     moved = [name for name, old in one["loaded", kind].items() if not torch.equal(one["weights", kind][name], old)]
     assert len(moved) == len(one["adapters", kind]) / 2
+
+
+def test_updates_do_not_depend_on_replicas_and_shared_rows(outcome):
+    one, two = outcome[1, 0], outcome[2, 1]
+    for name in ("replicas", "context"):
+        assert_same_metrics(two[name], one["metrics", "llama_tied"], rel=1e-10)
+    assert_same_weights(two["replicas weights"], one["weights", "llama_tied"], atol=1e-9)
 
 
 @pytest.mark.parametrize("kind", KINDS)

@@ -10,6 +10,7 @@ from pathlib import Path
 
 import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
+from safetensors import SafetensorError
 from torch import Tensor
 from torch.distributed.checkpoint import HuggingFaceStorageReader, HuggingFaceStorageWriter
 from torch.distributed.checkpoint.api import CheckpointException
@@ -61,11 +62,10 @@ def load_state(folder: Path, tensors: dict[str, Tensor]) -> dict[str, int]:
     numbers = _check_files(folder)
     reader = HuggingFaceStorageReader(str(folder))
     try:
+        on_first_rank(lambda: _check_names(folder, reader, tensors), CheckpointError)
         dcp.load(tensors, storage_reader=reader)
     except CheckpointException as error:
-        cause = _cause(error)
-        hint = " It is of another model, or of another training.optimizer." if "Missing key" in cause else ""
-        raise CheckpointError(f"Can't read checkpoint {folder}: {cause}{hint}") from error
+        raise CheckpointError(f"Can't read checkpoint {folder}: {_cause(error)}") from error
     return numbers
 
 
@@ -101,6 +101,18 @@ def _check_files(folder: Path) -> dict[str, int]:
     if others:
         raise CheckpointError(f"{folder} holds {others[0]}, which is not part of the checkpoint.")
     return numbers
+
+
+def _check_names(folder: Path, reader: HuggingFaceStorageReader, tensors: dict[str, Tensor]) -> None:
+    try:
+        saved = set(reader.read_metadata().state_dict_metadata)
+    except SafetensorError as error:
+        raise CheckpointError(f"Can't read checkpoint {folder}: rank 0: {error}") from error
+    missing, others = sorted(tensors.keys() - saved), sorted(saved - tensors.keys())
+    if missing or others:
+        what = f"lacks {missing[0]}" if missing else f"holds {others[0]}, which is not trained here"
+        raise CheckpointError(f"Can't read checkpoint {folder}: it {what}. It is of another model, of other adapters, "
+                              "or of another training.optimizer.")
 
 
 def _cause(error: CheckpointException) -> str:

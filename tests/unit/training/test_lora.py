@@ -206,7 +206,7 @@ def test_a_checkpoint_holds_adapters_alone_and_resumes_exactly(folder, tmp_path)
         assert torch.equal(a.full_tensor(), b.full_tensor()), name
 
 
-@pytest.mark.parametrize("lora", [{"rank": 8}, {"rank": 0}])
+@pytest.mark.parametrize("lora", [{"rank": 8}, {"rank": 0}, {"targets": ["q_proj"]}])
 def test_a_checkpoint_of_other_adapters(folder, tmp_path, lora):
     engine(folder(), torch.float32).save(tmp_path / "step")
     with pytest.raises(CheckpointError, match="Can't read checkpoint"):
