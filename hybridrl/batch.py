@@ -25,7 +25,7 @@ logging.getLogger("torch.fx._symbolic_trace").setLevel(logging.ERROR)
 
 @dataclass(frozen=True, slots=True)
 class Field:
-    """A declared column. `shape` is per row: "" scalar, "T" ragged prompt, "R" ragged response."""
+    """A declared column. `shape` is per row: "" scalar, "T" ragged prompt, "R" ragged response, "K" a vector."""
 
     shape: str
     dtype: torch.dtype | type
@@ -40,6 +40,8 @@ FIELDS: dict[str, Field] = {
     "answer": Field("", object, "data", "reference answer handed to the reward; may be None"),
     "task": Field("", object, "data", "anything else the reward needs (for instance a reasoning-gym entry)"),
     "group_ids": Field("", torch.int64, "data", "equal for responses to the same prompt"),
+    "trajectory_ids": Field("", torch.int64, "data", "equal for rows of one trajectory, where one has several"),
+    "agent_ids": Field("", torch.int64, "data", "who acts in the row, where several agents have their own baselines"),
     "seeds": Field("", torch.int64, "data", "sampling seed of the row: does not depend on how work is split"),
     # written by the rollout engine
     "response_ids": Field("R", torch.int64, "rollout", "sampled token ids, end token included"),
@@ -52,13 +54,17 @@ FIELDS: dict[str, Field] = {
     "rewards": Field("", torch.float32, "rewards", "score of the row; NaN where scoring failed"),
     "outcomes": Field("", torch.float32, "loop", "rewards as the environment gave them, before shaping"),
     "greedy_rewards": Field("", torch.float32, "loop", "reward of the likeliest response to the row's prompt"),
+    "response_lengths": Field("", torch.int64, "loop", "tokens that the policy sampled, rows out of the loss included"),
     "token_rewards": Field("R", torch.float32, "loop", "rewards by token, where a penalty by token is part of them"),
+    "reward_components": Field("K", torch.float32, "rewards", "unweighted score of each part of the reward, or NaN"),
     "reward_error": Field("", object, "rewards", "None, or why the row has no reward"),
     # written by the training engine
     "old_log_probs": Field("R", torch.float32, "training", "log-probs under the weights at the start of the update"),
     "ref_log_probs": Field("R", torch.float32, "training", "log-probs under the frozen reference"),
     "entropies": Field("R", torch.float32, "training", "entropy of each token's distribution"),
+    "sum_squared_probs": Field("R", torch.float32, "training", "sum over the vocabulary of squared probabilities"),
     "values": Field("R", torch.float32, "training", "the critic's value of the state before each token"),
+    "bootstrap_values": Field("", torch.float32, "training", "the critic's value after a cut response; 0 for others"),
     # written by the loop
     "advantages": Field("R", torch.float32, "loop", "advantage of each token"),
     "returns": Field("R", torch.float32, "loop", "return of each token, for a critic"),
@@ -92,7 +98,7 @@ def put(batch: TensorDict, name: str, value: Any) -> None:
         column = value
     elif name in FIELDS and FIELDS[name].dtype is not object:
         field = FIELDS[name]
-        column = ragged(value, field.dtype) if field.shape else torch.as_tensor(value, dtype=field.dtype)
+        column = ragged(value, field.dtype) if field.shape in ("T", "R") else torch.as_tensor(value, dtype=field.dtype)
     else:
         column = objects(value)
     if isinstance(column, Tensor):

@@ -22,7 +22,7 @@ from omegaconf import OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 
 from hybridrl.algorithms.combinations import check_combination
-from hybridrl.config import AlgorithmConfig, validate_all
+from hybridrl.config import validate_all
 from hybridrl.config_reference import Option, options_of, own_options
 from hybridrl.errors import ConfigError, unknown
 
@@ -62,26 +62,8 @@ def load(
         raise ConfigError(_explain(error, config_class, overrides, file)) from None
     validate_all(config)
     if hasattr(config, "algorithm"):
-        _check_algorithm(config.algorithm, has_critic=hasattr(config, "critic"))
+        check_combination(config.algorithm, has_critic=hasattr(config, "critic"))
     return config
-
-
-def _check_algorithm(cfg: AlgorithmConfig, has_critic: bool) -> None:
-    """Raise ConfigError for names, options and combinations that the algorithm tables refuse."""
-    try:
-        check_combination(
-            advantage=cfg.advantage.name,
-            advantage_options=cfg.advantage.options,
-            loss=cfg.loss.name,
-            loss_options=cfg.loss.options,
-            aggregation=cfg.aggregation,
-            corrections={choice.name: choice.options for choice in cfg.corrections},
-            kl_estimator=cfg.kl.estimator,
-            num_responses=cfg.responses_per_prompt,
-            has_critic=has_critic,
-        )
-    except ConfigError as error:
-        raise ConfigError(f"algorithm: {error}".replace("num_responses", "responses_per_prompt")) from None
 
 
 def to_yaml(config: Any) -> str:

@@ -11,7 +11,6 @@ from `log_probs` to `update` on the training engine, and `sync_weights` moves to
 from tensordict import TensorDict
 
 from hybridrl.algorithms.algorithm import Algorithm
-from hybridrl.algorithms.batch_metrics import batch_metrics
 from hybridrl.algorithms.dynamic_sampling import GroupAccumulator
 from hybridrl.algorithms.partials import finalize, total
 from hybridrl.batch import concat, num_rows, repeat, select
@@ -32,8 +31,9 @@ from hybridrl.workers.trainer import ReferenceWorker
 @recipe("grpo", GRPOConfig)
 def main(cfg: GRPOConfig) -> None:
     """Reinforcement learning from verifiable rewards: GRPO, Dr. GRPO, RLOO, REINFORCE and others by `algorithm=`."""
-    algorithm = Algorithm(cfg.algorithm, cfg.policy.rollout.max_response_tokens)
-    with Run(cfg, "grpo") as run, Rewarder(cfg.reward) as rewards, Cluster(cfg.cluster, run.log_dir) as cluster:
+    rewards = Rewarder(cfg.reward)
+    algorithm = Algorithm(cfg.algorithm, cfg.policy.rollout.max_response_tokens, reward_weights=rewards.weights)
+    with Run(cfg, "grpo") as run, rewards, Cluster(cfg.cluster, run.log_dir) as cluster:
         pool = cluster.pool()
         tokenizer = load_tokenizer(cfg.policy.model)
         longest = cfg.policy.rollout.max_prompt_tokens
@@ -50,8 +50,10 @@ def main(cfg: GRPOConfig) -> None:
                 role="reference")
 
         evaluate = Evaluation(cfg, run, policy, rewards, problems)
-        if run.restore(policy=policy, prompts=prompts) == 0 and problems is not None:
+        parts = {"policy": policy, "prompts": prompts, "algorithm": algorithm}
+        if run.restore(**parts) == 0 and problems is not None:
             run.log(0, evaluate(0))
+        version = policy.sync_weights()[0]
 
         def rollout(step: int, batch: TensorDict, number: int = 0) -> TensorDict:
             """Responses to a batch of prompts, scored; `number` counts the rollouts of a step."""
@@ -86,7 +88,7 @@ def main(cfg: GRPOConfig) -> None:
                 policy.enter_training()
                 # else the update's own first forward pass gives them
                 if algorithm.needs_old_log_probs:
-                    batch = policy.log_probs(batch)
+                    batch = policy.log_probs(batch, also=algorithm.needed_columns)
                 if reference is not None:
                     batch = reference.ref_log_probs(batch)
             batch = algorithm.shape(batch)
@@ -95,12 +97,13 @@ def main(cfg: GRPOConfig) -> None:
             with run.phase("update"):
                 updates = [policy.update(mini_batch, algorithm.loss)
                            for mini_batch in algorithm.mini_batches(batch, seed=cfg.seed + step)]
+            metrics = algorithm.describe(batch, version) | total(updates)
             with run.phase("sync"):
-                policy.sync_weights()
-            metrics = batch_metrics(batch) | total(updates) | average(policy.take_metrics()) | rewards.metrics
+                version = policy.sync_weights()[0]
+            metrics |= average(policy.take_metrics()) | rewards.metrics
             run.log(step, metrics | sampling | evaluate(step))
             run.samples(step, batch)
-            run.checkpoint(step, policy=policy, prompts=prompts)
+            run.checkpoint(step, **parts)
 
         if cfg.trainer.export:
             policy.export(str(run.dir / "model"))

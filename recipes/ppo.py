@@ -9,7 +9,6 @@ both work at the same time, because each call below is started before the other'
 """
 
 from hybridrl.algorithms.algorithm import Algorithm
-from hybridrl.algorithms.batch_metrics import batch_metrics
 from hybridrl.algorithms.partials import total
 from hybridrl.algorithms.values import ValueLoss
 from hybridrl.batch import num_rows, repeat
@@ -31,9 +30,11 @@ from hybridrl.workers.trainer import ReferenceWorker
 @recipe("ppo", PPOConfig)
 def main(cfg: PPOConfig) -> None:
     """Reinforcement learning with a critic: PPO with generalized advantage estimation."""
-    algorithm = Algorithm(cfg.algorithm, cfg.policy.rollout.max_response_tokens, has_critic=True)
+    rewards = Rewarder(cfg.reward)
+    algorithm = Algorithm(cfg.algorithm, cfg.policy.rollout.max_response_tokens, has_critic=True,
+                          reward_weights=rewards.weights)
     value_loss = ValueLoss(cfg.critic.value_clip or None)
-    with Run(cfg, "ppo") as run, Rewarder(cfg.reward) as rewards, Cluster(cfg.cluster, run.log_dir) as cluster:
+    with Run(cfg, "ppo") as run, rewards, Cluster(cfg.cluster, run.log_dir) as cluster:
         pool = cluster.pool()
         tokenizer = load_tokenizer(cfg.policy.model)
         longest = cfg.policy.rollout.max_prompt_tokens
@@ -51,8 +52,10 @@ def main(cfg: PPOConfig) -> None:
                 ReferenceWorker, pool, cfg.policy.model, cfg.policy.training, cfg.policy.rollout.temperature,
                 role="reference")
         evaluate = Evaluation(cfg, run, policy, rewards, problems)
-        if run.restore(policy=policy, critic=critic, prompts=prompts) == 0 and problems is not None:
+        parts = {"policy": policy, "critic": critic, "prompts": prompts, "algorithm": algorithm}
+        if run.restore(**parts) == 0 and problems is not None:
             run.log(0, evaluate(0))
+        version = policy.sync_weights()[0]
 
         for step, batch in run.steps(prompts):
             policy.step = critic.step = step
@@ -64,13 +67,14 @@ def main(cfg: PPOConfig) -> None:
                 batch = rewards(batch)
             with run.phase("log_probs"):
                 policy.enter_training()  # on shared devices it makes room for the critic
-                values = critic.values.future(batch)
+                judged = critic.values.future(batch, cfg.critic.bootstrap)
                 # else the update's own first forward pass gives them
                 if algorithm.needs_old_log_probs:
-                    batch = policy.log_probs(batch)
+                    batch = policy.log_probs(batch, also=algorithm.needed_columns)
                 if reference is not None:
                     batch = reference.ref_log_probs(batch)
-                batch["values"] = values.result()["values"]
+                for name in ("values", "bootstrap_values") if cfg.critic.bootstrap else ("values",):
+                    batch[name] = judged.result()[name]
             batch = algorithm.shape(batch)
             batch["advantages"], batch["returns"] = algorithm.advantages_and_returns(batch)
             batch = algorithm.correct(batch)
@@ -82,12 +86,13 @@ def main(cfg: PPOConfig) -> None:
                     updates.append(learned.result() | judged.result())
                 if own is pool:
                     critic.offload()
+            metrics = algorithm.describe(batch, version) | total(updates)
             with run.phase("sync"):
-                policy.sync_weights()
-            metrics = batch_metrics(batch) | total(updates) | average(policy.take_metrics()) | rewards.metrics
+                version = policy.sync_weights()[0]
+            metrics |= average(policy.take_metrics()) | rewards.metrics
             run.log(step, metrics | evaluate(step))
             run.samples(step, batch)
-            run.checkpoint(step, policy=policy, critic=critic, prompts=prompts)
+            run.checkpoint(step, **parts)
 
         if cfg.trainer.export:
             policy.export(str(run.dir / "model"))

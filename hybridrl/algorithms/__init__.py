@@ -20,7 +20,6 @@ from hybridrl.algorithms.advantages import (
     remax_advantages,
 )
 from hybridrl.algorithms.aggregation import AGGREGATIONS, aggregate, loss_weights
-from hybridrl.algorithms.combinations import check_combination
 from hybridrl.algorithms.corrections import CORRECTIONS, Correction, correct, self_normalised
 from hybridrl.algorithms.covariance_losses import clip_cov, kl_cov, token_covariance
 from hybridrl.algorithms.diagnostics import mismatch_metrics
@@ -99,7 +98,6 @@ __all__ = [
     "approximate_old_log_probs",
     "avg_at_k",
     "batch_kl",
-    "check_combination",
     "cispo",
     "clip_cov",
     "compute_advantages",

@@ -4,14 +4,16 @@ The functions it calls are in the sibling files and work on plain padded tensors
 mathematics calls those instead and writes the columns itself.
 
     algorithm = Algorithm(cfg.algorithm, max_response_tokens)
+    batch = algorithm.shape(batch)
     batch["advantages"] = algorithm.advantages(batch)
-    for mini_batch in algorithm.mini_batches(batch, seed):
-        metrics = policy.update(mini_batch, algorithm.loss)
+    batch = algorithm.correct(batch)
+    updates = [policy.update(mini_batch, algorithm.loss) for mini_batch in algorithm.mini_batches(batch, seed)]
+    metrics = algorithm.describe(batch) | total(updates)
 """
 
 import dataclasses
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+import math
+from collections.abc import Iterator, Sequence
 from typing import Any
 
 import torch
@@ -19,134 +21,57 @@ from tensordict import TensorDict
 from torch import Tensor
 
 from hybridrl.algorithms.advantages import ADVANTAGES, compute_advantages
-from hybridrl.algorithms.aggregation import AGGREGATIONS, aggregate, loss_weights
+from hybridrl.algorithms.aggregation import AGGREGATIONS, loss_weights
+from hybridrl.algorithms.batch_metrics import batch_metrics
+from hybridrl.algorithms.columns import padded_columns
 from hybridrl.algorithms.combinations import check_combination
+from hybridrl.algorithms.combined_loss import Loss
 from hybridrl.algorithms.corrections import CORRECTIONS, correct
-from hybridrl.algorithms.diagnostics import batch_mismatch
-from hybridrl.algorithms.kl import KL_ESTIMATORS, token_kl
-from hybridrl.algorithms.losses import POLICY_LOSSES, policy_loss
-from hybridrl.algorithms.metrics import policy_metrics
+from hybridrl.algorithms.keep_masks import KEEP_MASKS
+from hybridrl.algorithms.kl import KL_ESTIMATORS
+from hybridrl.algorithms.losses import POLICY_LOSSES, anchored
+from hybridrl.algorithms.masked import reject_nonfinite, select
 from hybridrl.algorithms.old_log_probs import serves_one_update
-from hybridrl.algorithms.partials import Max, Partial, mean_of
 from hybridrl.algorithms.returns import place_outcome
-from hybridrl.algorithms.reward_shaping import drop_rows, kl_in_reward, overlong_penalty
-from hybridrl.algorithms.tables import Entry
-from hybridrl.batch import FIELDS, is_ragged, lengths, num_rows, padded, require, select, split_sizes, unpadded
+from hybridrl.algorithms.reward_shaping import drop_rows, kl_in_reward, overlong_penalty, scale_rewards
+from hybridrl.algorithms.steering import Steering
+from hybridrl.batch import FIELDS, num_rows, require, split_sizes, unpadded
+from hybridrl.batch import select as rows_at
 from hybridrl.config import AlgorithmConfig
 from hybridrl.errors import ConfigError
 
 
-def padded_columns(batch: TensorDict) -> dict[str, Tensor]:
-    """The tensor columns of a batch under the names that the tables use: response columns padded to [B, R].
-
-    `response_mask` is called `mask` there. Prompt columns and columns of objects are left out.
-    """
-    require(batch, "response_mask")
-    sizes = lengths(batch["response_mask"])
-    columns = {}
-    for name in batch.keys():
-        column = batch.get(name)
-        if not isinstance(column, Tensor):
-            continue
-        if not is_ragged(column):
-            columns[name] = column
-        elif torch.equal(lengths(column), sizes):
-            columns[name] = padded(column)
-    columns["mask"] = columns.pop("response_mask")
-    return columns
-
-
-@dataclass(frozen=True)
-class Loss:
-    """What a policy worker needs to turn log-probs into a partial loss; pickles, a user's own functions included.
-
-    Called with log_probs [b, R] (carrying gradient), the padded columns of the same rows, and entropies or None.
-    Where there is no column `old_log_probs`, the update starts from the weights that would have made it: the
-    log-probs at hand are the old ones, and the corrections are computed from them here.
-    """
-
-    policy_loss: Entry
-    options: Mapping[str, Any]
-    kl: Entry | None
-    kl_coefficient: float
-    entropy_coefficient: float
-    corrections: Mapping[Entry, Mapping[str, Any]]
-    """Options of each correction; used where the batch brings no `correction_weights`."""
-    diagnoses: bool
-    """Whether it measures `mismatch/...`, which only a single update over the whole batch can."""
-
-    @property
-    def needs_entropies(self) -> bool:
-        """Whether entropies must be computed for it."""
-        return self.entropy_coefficient > 0
-
-    def __call__(self, log_probs: Tensor, columns: Mapping[str, Tensor],
-                 entropies: Tensor | None) -> tuple[Tensor, dict[str, Partial]]:
-        """The partial loss (0-d) of some rows of a mini-batch and its metrics as sums and counts."""
-        POLICY_LOSSES.adopt(self.policy_loss)
-        mask, reused = columns["response_mask"], "old_log_probs" not in columns
-        columns = {"old_log_probs": log_probs.detach(), **columns, "mask": mask, "log_probs": log_probs}
-        if self.corrections and "correction_weights" not in columns:
-            columns["correction_weights"] = self._correction_weights(columns)
-        result = policy_loss(self.policy_loss.name, columns, self.options)
-        moved = policy_metrics(log_probs.detach(), columns["old_log_probs"], mask,
-                               ref_log_probs=columns.get("ref_log_probs"), entropies=entropies)
-        metrics: dict[str, Partial] = {f"policy/{name}": value for name, value in (result.metrics | moved).items()}
-        metrics["old_log_probs_reused"] = Max(float(reused))
-        if self.diagnoses and "rollout_log_probs" in columns:
-            metrics |= batch_mismatch(columns)
-        loss = aggregate(result.loss, columns["loss_weights"], mask)
-        if self.kl is not None:
-            KL_ESTIMATORS.adopt(self.kl)
-            kl = token_kl(self.kl.name, log_probs, columns["ref_log_probs"], mask, columns["old_log_probs"])
-            loss = loss + self.kl_coefficient * aggregate(kl, columns["loss_weights"], mask)
-            metrics["policy/kl_loss"] = mean_of(kl.detach(), mask)
-        if entropies is not None and self.needs_entropies:
-            loss = loss - self.entropy_coefficient * aggregate(entropies, columns["loss_weights"], mask)
-        return loss, metrics
-
-    def _correction_weights(self, columns: Mapping[str, Tensor]) -> Tensor:
-        for entry in self.corrections:
-            CORRECTIONS.adopt(entry)
-        return correct({entry.name: options for entry, options in self.corrections.items()}, columns).weights.float()
-
-
 class Algorithm:
-    """Advantage estimator, corrections, mini-batches and loss of one configuration.
+    """Shaping, advantage estimator, corrections, mini-batches and loss of one configuration.
+
+    What changes from batch to batch (a steered KL or entropy coefficient, a moving baseline) is its state, which
+    `run.restore` and `run.checkpoint` take like that of any other part of a run.
 
     Args:
         cfg: names and options of the table entries.
-        max_response_tokens: the constant of `seq-mean-token-sum-norm`.
-        columns: names of further columns that the loop writes, for estimators that need them.
+        max_response_tokens: the length limit, and the constant of `seq-mean-token-sum-norm`.
+        columns: names of further columns that the loop writes, for entries that need them.
         has_critic: the loop trains a critic, whose `values` the estimator reads.
+        reward_weights: of the columns of `reward_components`; an estimator with the option `weights` takes them unless
+            it is given its own.
     Raises:
-        ConfigError: an unknown name or option, a combination that makes no sense, or an estimator that needs a
-            column which nothing writes.
+        ConfigError: an unknown name or option, a combination that makes no sense, or an entry that needs a column which
+            nothing writes.
     """
 
     def __init__(self, cfg: AlgorithmConfig, max_response_tokens: int, columns: Sequence[str] = (),
-                 has_critic: bool = False):
-        self.cfg = cfg
-        self.corrections = {choice.name: choice.options for choice in cfg.corrections}
-        check_combination(
-            advantage=cfg.advantage.name, advantage_options=cfg.advantage.options, loss=cfg.loss.name,
-            loss_options=cfg.loss.options, aggregation=cfg.aggregation, corrections=self.corrections,
-            kl_estimator=cfg.kl.estimator, num_responses=cfg.responses_per_prompt, has_critic=has_critic)
-        needed = {name for name, required in ADVANTAGES[cfg.advantage.name].columns.items() if required}
-        missing = sorted(needed - {"mask", *FIELDS, *columns})
-        if missing:
-            raise ConfigError(
-                f"algorithm.advantage.name={cfg.advantage.name} needs {', '.join(missing)}, which this loop does not "
-                f"write; a loop that does says so: Algorithm(..., columns={missing}).")
-        entry = AGGREGATIONS[cfg.aggregation]
-        takes = {field.name for field in dataclasses.fields(entry.options)}
-        self.aggregation_options = dict.fromkeys(takes & {"max_response_length"}, max_response_tokens)
-        self.loss: Callable[..., tuple[Tensor, dict[str, Partial]]] = Loss(
-            POLICY_LOSSES[cfg.loss.name], cfg.loss.options,
-            KL_ESTIMATORS[cfg.kl.estimator] if cfg.kl.coefficient and cfg.kl.place == "loss" else None,
-            cfg.kl.coefficient, cfg.entropy_coefficient,
-            {CORRECTIONS[name]: options for name, options in self.corrections.items()}, serves_one_update(cfg))
-        self.max_response_tokens = max_response_tokens
+                 has_critic: bool = False, reward_weights: Sequence[float] = ()):
+        check_combination(cfg, has_critic)
+        self.cfg, self.max_response_tokens = cfg, max_response_tokens
+        self.advantage_options = _with_weights(cfg, reward_weights)
+        self.corrections = _corrections(cfg)
+        self._check_columns({"mask", "log_probs", *FIELDS, *columns})
+        takes = {field.name for field in dataclasses.fields(AGGREGATIONS[cfg.aggregation].options)}
+        limit = dict.fromkeys(takes & {"max_response_length"}, max_response_tokens)
+        self.aggregation_options = limit | cfg.aggregation_options
+        self.steering = Steering(cfg)
+
+    # ---- what the loop must provide
 
     @property
     def needs_old_log_probs(self) -> bool:
@@ -154,38 +79,87 @@ class Algorithm:
         return self.cfg.old_log_probs == "separate" or not serves_one_update(self.cfg)
 
     @property
+    def needed_columns(self) -> list[str]:
+        """Columns that must be there before the update beside `old_log_probs`: `log_probs(also=...)` writes them."""
+        steered = {"entropies"} if self.cfg.entropy.target else set()
+        return [name for name in ("entropies", "sum_squared_probs") if name in steered or self._reads(name)]
+
+    @property
     def needs_reference(self) -> bool:
-        """Whether `ref_log_probs` are read, by the loss or by the reward."""
-        return self.cfg.kl.coefficient > 0
+        """Whether `ref_log_probs` are read."""
+        in_estimator = self.advantage_options.get("kl_coef", 0) > 0
+        return self.cfg.kl.coefficient > 0 or in_estimator or self._reads("ref_log_probs")
 
     @property
     def needs_greedy(self) -> bool:
-        """Whether the estimator reads `greedy_rewards`: the reward of the likeliest response to each prompt."""
-        return "greedy_rewards" in ADVANTAGES[self.cfg.advantage.name].columns
+        """Whether `greedy_rewards` are read: the reward of the likeliest response to each prompt."""
+        return self._reads("greedy_rewards")
+
+    def _reads(self, column: str) -> bool:
+        """Whether a chosen estimator, loss or keep mask can't do without a column."""
+        entries = [ADVANTAGES[self.cfg.advantage.name], POLICY_LOSSES[self.cfg.loss.name],
+                   *(KEEP_MASKS[choice.name] for choice in self.cfg.keep_masks)]
+        return any(entry.columns.get(column, False) for entry in entries)
+
+    def _check_columns(self, known: set[str]) -> None:
+        tables = {"advantage": ADVANTAGES, "loss": POLICY_LOSSES}
+        for key, table in tables.items():
+            name = getattr(self.cfg, key).name
+            missing = sorted({c for c, required in table[name].columns.items() if required} - known)
+            if missing and table[name].prepare is None:
+                raise ConfigError(
+                    f"algorithm.{key}.name={name} needs {', '.join(missing)}, which this loop does not write; a loop "
+                    f"that does says so: Algorithm(..., columns={missing}).")
+
+    # ---- the stages of a step
 
     def shape(self, batch: TensorDict) -> TensorDict:
         """From the environment's rewards to the ones that are learned from; the former stay as `outcomes`.
 
-        In this order: the penalty of overlong responses, the KL penalty as `token_rewards`. Rows without a score,
-        and overlong ones when `overlong.mask` asks for it, leave the loss: their `response_mask` is cleared.
+        In this order: scale, bias and clip, the penalty of overlong responses, the KL penalty as `token_rewards`. Rows
+        leave the loss (their `response_mask` is cleared) when they have no score or a log-prob that is not finite, and
+        overlong ones when `overlong.mask` asks for it. `response_lengths` counts what was sampled before that.
         """
-        batch["outcomes"] = batch["rewards"]
-        overlong = self.cfg.overlong
-        if overlong.penalty:
-            batch["rewards"] = batch["rewards"] + overlong_penalty(
-                lengths(batch["response_ids"]), max_response_length=self.max_response_tokens,
-                buffer=round(overlong.buffer_frac * self.max_response_tokens), factor=overlong.penalty)
-        dropped = ~batch["rewards"].isfinite()
-        if overlong.mask:
-            dropped |= torch.tensor([reason == "length" for reason in batch["finish_reason"]], dtype=torch.bool)
         columns = padded_columns(batch)
-        if self.cfg.kl.coefficient and self.cfg.kl.place == "reward":
-            placed = place_outcome(columns["rewards"], columns["mask"])
-            penalised = kl_in_reward(placed, columns["old_log_probs"], columns["ref_log_probs"], columns["mask"],
-                                     kl_coef=self.cfg.kl.coefficient, estimator=self.cfg.kl.estimator)
-            batch["token_rewards"] = unpadded(penalised, like=batch["response_ids"])
-        batch["response_mask"] = unpadded(drop_rows(columns["mask"], dropped), like=batch["response_ids"])
+        mask, raw = columns["mask"], columns["rewards"]
+        batch["outcomes"], batch["response_lengths"] = raw, mask.sum(dim=1)
+        batch["rewards"] = columns["rewards"] = self._shaped(raw, batch["response_lengths"])
+        dropped = ~columns["rewards"].isfinite()
+        if self.cfg.overlong.mask:
+            dropped |= torch.tensor([reason == "length" for reason in batch["finish_reason"]], dtype=torch.bool)
+        log_probs = [columns[name] for name in ("old_log_probs", "rollout_log_probs") if name in columns]
+        columns["mask"], rejected = reject_nonfinite(drop_rows(mask, dropped), *log_probs)
+        self.steering.begin(columns, num_rows(batch))
+        self.steering.metrics["response/nonfinite_rows"] = float(rejected)
+        by_token = self._token_rewards(raw, columns, mask)
+        if by_token is not None:
+            batch["token_rewards"] = unpadded(by_token, like=batch["response_ids"])
+        batch["response_mask"] = unpadded(columns["mask"], like=batch["response_ids"])
         return batch
+
+    def _shaped(self, rewards: Tensor, lengths: Tensor) -> Tensor:
+        shaping, overlong = self.cfg.shaping, self.cfg.overlong
+        rewards = scale_rewards(rewards, scale=shaping.scale, bias=shaping.bias, clip=shaping.clip or None)
+        if not overlong.penalty:
+            return rewards
+        return rewards + overlong_penalty(
+            lengths, max_response_length=self.max_response_tokens,
+            buffer=round(overlong.buffer_frac * self.max_response_tokens), factor=overlong.penalty)
+
+    def _token_rewards(self, raw: Tensor, columns: dict[str, Tensor], sampled: Tensor) -> Tensor | None:
+        """Shaped rewards by token, where the environment gave such or the KL penalty makes them; else None."""
+        in_reward = self.cfg.kl.coefficient > 0 and self.cfg.kl.place == "reward"
+        if "token_rewards" in columns:
+            placed = columns["token_rewards"] + place_outcome(columns["rewards"] - raw, sampled)
+        elif in_reward:
+            placed = place_outcome(columns["rewards"], sampled)
+        else:
+            return None
+        if not in_reward:
+            return placed
+        return kl_in_reward(placed, columns["old_log_probs"], columns["ref_log_probs"], columns["mask"],
+                            kl_coef=self.steering.kl_coefficient, estimator=self.cfg.kl.estimator,
+                            options=self.cfg.kl.options)
 
     def advantages(self, batch: TensorDict) -> Tensor:
         """Advantage of every response token of the whole batch, ragged like `response_ids`."""
@@ -193,7 +167,8 @@ class Algorithm:
 
     def advantages_and_returns(self, batch: TensorDict) -> tuple[Tensor, Tensor]:
         """Also the return of every token, which a critic learns."""
-        result = compute_advantages(self.cfg.advantage.name, padded_columns(batch), self.cfg.advantage.options)
+        columns = self.steering.with_baseline(padded_columns(batch))
+        result = compute_advantages(self.cfg.advantage.name, columns, self.advantage_options)
         advantages, returns = (unpadded(x.float(), like=batch["response_ids"]) for x in result)
         return advantages, returns
 
@@ -204,7 +179,7 @@ class Algorithm:
         without `old_log_probs`: then the update computes both.
         """
         if self.corrections and "old_log_probs" in batch.keys():
-            correction = correct(self.corrections, padded_columns(batch))
+            correction = correct(self.corrections, padded_columns(batch), self_normalise=self.cfg.self_normalise)
             batch["correction_weights"] = unpadded(correction.weights.float(), like=batch["response_ids"])
         return batch
 
@@ -213,30 +188,109 @@ class Algorithm:
 
         The responses to one prompt stay together; with more than one part, prompts are shuffled by `seed`.
         Everything that counts tokens or rows of the mini-batch is computed here, on all of its rows, so that
-        the loss does not depend on how workers cut it further.
+        the loss does not depend on how workers cut it further. `loss` is that of the part that was drawn last.
         """
         require(batch, "group_ids")
         order = torch.Generator().manual_seed(seed)
-        groups = list(dict.fromkeys(batch["group_ids"].tolist()))
         for _ in range(self.cfg.epochs):
-            if self.cfg.mini_batches == 1:
-                yield self._prepared(select(batch, slice(None)))
-                continue
-            shuffled = [groups[i] for i in torch.randperm(len(groups), generator=order).tolist()]
-            start = 0
-            for size in split_sizes(len(shuffled), self.cfg.mini_batches):
-                wanted = set(shuffled[start:start + size])
-                start += size
-                rows = [i for i, group in enumerate(batch["group_ids"].tolist()) if group in wanted]
-                if rows:
-                    yield self._prepared(select(batch, rows))
+            for part in self._parts(batch, order):
+                prepared = self._prepared(part)
+                yield prepared
+                self.steering.after_update()
+
+    def _parts(self, batch: TensorDict, order: torch.Generator) -> Iterator[TensorDict]:
+        if self.cfg.mini_batches == 1:
+            yield rows_at(batch, slice(None))
+            return
+        groups = list(dict.fromkeys(batch["group_ids"].tolist()))
+        shuffled = [groups[i] for i in torch.randperm(len(groups), generator=order).tolist()]
+        start = 0
+        for size in split_sizes(len(shuffled), self.cfg.mini_batches):
+            wanted = set(shuffled[start:start + size])
+            start += size
+            rows = [i for i, group in enumerate(batch["group_ids"].tolist()) if group in wanted]
+            if rows:
+                yield rows_at(batch, rows)
 
     def _prepared(self, mini_batch: TensorDict) -> TensorDict:
         columns = padded_columns(mini_batch)
-        weights = loss_weights(self.cfg.aggregation, columns, self.aggregation_options)
-        extra = POLICY_LOSSES.prepare(self.cfg.loss.name, self.cfg.loss.options, columns)
-        for name, value in {"loss_weights": weights, **extra}.items():
+        self.steering.before_update(columns)
+        made = {"loss_weights": loss_weights(self.cfg.aggregation, columns, self.aggregation_options)}
+        columns = anchored(columns, self.cfg.anchor) if "old_log_probs" in columns else columns
+        made |= POLICY_LOSSES.prepare(self.cfg.loss.name, self.cfg.loss.options, columns)
+        for choice in self.cfg.keep_masks:
+            if "step" not in KEEP_MASKS[choice.name].traits:
+                keep = KEEP_MASKS.call(choice.name, choice.options, columns)
+                weights = made.get("correction_weights", columns.get("correction_weights"))
+                made["correction_weights"] = keep.float() if weights is None else select(weights, keep)
+        for name, value in made.items():
             ragged = value.dim() == 2 and value.shape == columns["mask"].shape
             mini_batch.set(name, unpadded(value, like=mini_batch["response_ids"]) if ragged else value)
         assert num_rows(mini_batch) == len(columns["mask"]), "preparing a mini-batch must keep its rows"
         return mini_batch
+
+    @property
+    def loss(self) -> Loss:
+        """The loss of the mini-batch that was drawn last: its coefficients may move from one to the next."""
+        cfg, in_loss = self.cfg, self.cfg.kl.coefficient > 0 and self.cfg.kl.place == "loss"
+        masks = {KEEP_MASKS[choice.name]: choice.options for choice in cfg.keep_masks}
+        return Loss(
+            POLICY_LOSSES[cfg.loss.name], cfg.loss.options, cfg.anchor,
+            step_masks={entry: options for entry, options in masks.items() if "step" in entry.traits},
+            kl=KL_ESTIMATORS[cfg.kl.estimator] if in_loss else None, kl_options=cfg.kl.options,
+            kl_coefficient=self.steering.kl_coefficient, entropy_coefficient=self.steering.entropy_coefficient,
+            measures_entropy=cfg.entropy.measure,
+            corrections={CORRECTIONS[name]: options for name, options in self.corrections.items()},
+            diagnoses=serves_one_update(cfg), ratio_bounds=self._ratio_bounds())
+
+    def _ratio_bounds(self) -> tuple[float, float]:
+        """Those of the first correction that bounds single tokens, for the metrics."""
+        for name, options in self.corrections.items():
+            built = CORRECTIONS.options(name, options)
+            if "token" in CORRECTIONS[name].traits and hasattr(built, "lo"):
+                return built.lo, math.inf if built.hi is None else built.hi
+        return 0.0, 2.0
+
+    # ---- metrics and state
+
+    def describe(self, batch: TensorDict, version: int | None = None) -> dict[str, float]:
+        """`batch_metrics` of a finished batch, and the coefficients it was trained with.
+
+        Args:
+            version: of the weights that were trained, from which `staleness/...` counts; None leaves that out.
+        """
+        return self.steering.metrics | batch_metrics(
+            batch, version=version, max_response_tokens=self.max_response_tokens, bounds=self._ratio_bounds())
+
+    def state_dict(self) -> dict[str, Any]:
+        """What a checkpoint must hold, as JSON values."""
+        return self.steering.state_dict()
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        """Continue from a checkpoint."""
+        self.steering.load_state_dict(state)
+
+
+def _corrections(cfg: AlgorithmConfig) -> dict[str, Any]:
+    """Options of each chosen correction; without any, those of a loss that brings its own."""
+    loss = POLICY_LOSSES.options(cfg.loss.name, cfg.loss.options)
+    if not cfg.corrections and hasattr(loss, "behaviour_cap"):
+        return {"token_tis": {"hi": loss.behaviour_cap}}
+    return {choice.name: choice.options for choice in cfg.corrections}
+
+
+def _with_weights(cfg: AlgorithmConfig, reward_weights: Sequence[float]) -> dict[str, Any]:
+    """The advantage's options, with the rewards' weights where it takes some and has none.
+
+    Raises ConfigError for another number of weights than there are rewards.
+    """
+    options = dict(cfg.advantage.options)
+    takes = {field.name for field in dataclasses.fields(ADVANTAGES[cfg.advantage.name].options)}
+    if "weights" not in takes or not reward_weights:
+        return options
+    if options.get("weights") is None:
+        options["weights"] = list(reward_weights)
+    if len(options["weights"]) != len(reward_weights):
+        raise ConfigError(f"algorithm.advantage.options.weights must have one number for each part of the reward "
+                          f"({len(reward_weights)}), got {options['weights']}.")
+    return options

@@ -1,16 +1,38 @@
-"""Checks of the tensors that enter an algorithm: shape, dtype, presence.
+"""The tensors that enter an algorithm: how a batch gives them, and checks of their shape, dtype and presence.
 
-Every public function calls these first, so a wrong batch fails with the name of the argument.
+Every public function calls these checks first, so a wrong batch fails with the name of the argument.
 """
 
 from typing import TypeVar
 
 import torch
+from tensordict import TensorDict
 from torch import Tensor
 
+from hybridrl.batch import is_ragged, lengths, padded, require
 from hybridrl.errors import BatchError
 
 T = TypeVar("T")
+
+
+def padded_columns(batch: TensorDict) -> dict[str, Tensor]:
+    """The tensor columns of a batch under the names that the tables use: response columns padded to [B, R].
+
+    `response_mask` is called `mask` there. Prompt columns and columns of objects are left out.
+    """
+    require(batch, "response_mask")
+    sizes = lengths(batch["response_mask"])
+    columns = {}
+    for name in batch.keys():
+        column = batch.get(name)
+        if not isinstance(column, Tensor):
+            continue
+        if not is_ragged(column):
+            columns[name] = column
+        elif torch.equal(lengths(column), sizes):
+            columns[name] = padded(column)
+    columns["mask"] = columns.pop("response_mask")
+    return columns
 
 
 def given(**tensors: Tensor | None) -> dict[str, Tensor]:

@@ -15,17 +15,20 @@ from hybridrl.algorithms.masked import LOG_RATIO_LIMIT, exp_clamped, row_mean, s
 from hybridrl.algorithms.partials import EffectiveSize, Max, Mean, Partial, max_of, mean_of, min_of
 
 
-def batch_mismatch(columns: Mapping[str, Tensor]) -> dict[str, Partial]:
+def batch_mismatch(columns: Mapping[str, Tensor], bounds: tuple[float, float] = (0.0, 2.0)) -> dict[str, Partial]:
     """`mismatch/...` of some rows: `mismatch_metrics`, and `max_gap`, the largest log-prob difference of any token.
 
     Args:
         columns: old_log_probs, rollout_log_probs, mask; correction_weights where a correction is applied.
+        bounds: of the ratio; the shares of tokens outside are frac_below_lo and frac_above_hi.
     """
     old, rollout, mask = (columns[name] for name in ("old_log_probs", "rollout_log_probs", "mask"))
     weights = columns.get("correction_weights")
     correction = None if weights is None else Correction(weights, mask & (weights > 0))
-    gap = torch.where(mask, (old.detach() - rollout).abs(), 0.0)
-    metrics = mismatch_metrics(old, rollout, mask, correction) | {"max_gap": Max(gap.max() if gap.numel() else 0.0)}
+    gap = (old.detach() - rollout).abs()
+    gap = torch.where(mask & gap.isfinite(), gap, 0.0)
+    metrics = mismatch_metrics(old, rollout, mask, correction, lo=bounds[0], hi=bounds[1])
+    metrics |= {"max_gap": Max(gap.max() if gap.numel() else 0.0)}
     return {f"mismatch/{name}": value for name, value in metrics.items()}
 
 

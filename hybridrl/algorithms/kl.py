@@ -23,15 +23,20 @@ K3_CAP = 10.0
 
 
 def token_kl(
-    name: str, log_probs: Tensor, ref_log_probs: Tensor, mask: Tensor, old_log_probs: Tensor | None = None
+    name: str,
+    log_probs: Tensor,
+    ref_log_probs: Tensor,
+    mask: Tensor,
+    old_log_probs: Tensor | None = None,
+    options: Any = None,
 ) -> Tensor:
     """Per-token estimate [B, R] of KL(policy || reference) by estimator `name`, zero where mask is false.
 
     Raises:
-        ConfigError: unknown name. BatchError: shapes or dtypes don't fit, or old_log_probs is missing.
+        ConfigError: unknown name or option. BatchError: shapes or dtypes don't fit, or old_log_probs is missing.
     """
     columns = {"log_probs": log_probs, "ref_log_probs": ref_log_probs, "mask": mask}
-    return KL_ESTIMATORS.call(name, None, {**columns, "old_log_probs": old_log_probs})
+    return KL_ESTIMATORS.call(name, options, {**columns, "old_log_probs": old_log_probs})
 
 
 def _difference(log_probs: Tensor, ref_log_probs: Tensor, mask: Tensor) -> Tensor:

@@ -19,7 +19,7 @@ from hybridrl.algorithms.keep_masks import KEEP_MASKS
 from hybridrl.algorithms.masked import at_least_float32, count_true, exp_clamped, finite, select
 from hybridrl.algorithms.partials import Mean
 from hybridrl.algorithms.tables import Table, option
-from hybridrl.errors import ConfigError
+from hybridrl.errors import ConfigError, unknown
 
 POLICY_LOSSES = Table("policy loss")
 
@@ -171,7 +171,7 @@ def policy_loss(
     options: Any = None,
     *,
     anchor: str = "old",
-    sequence_mask_delta: float | None = None,
+    step_masks: Mapping[str, Any] | None = None,
 ) -> PolicyLoss:
     """Per-token loss of `name` on a piece of a mini-batch, times `correction_weights` when that column exists.
 
@@ -179,33 +179,40 @@ def policy_loss(
         columns: log_probs (carries gradient), old_log_probs, advantages, mask, and what the loss or its
             `prepare` named; correction_weights [B, R] float is the weight times the keep mask.
         anchor: "old" measures ratios from old_log_probs, "rollout" from rollout_log_probs (two-policy form).
-        sequence_mask_delta: drop negative tokens of rows that drifted further (`off_policy_sequence_mask`).
+        step_masks: options of entries of KEEP_MASKS that look at the current log-probs (trait "step"), by name.
     Returns:
-        PolicyLoss; the loss of the piece is `aggregate(loss, loss_weights, mask)`.
+        PolicyLoss; the loss of the piece is `aggregate(loss, loss_weights, mask)`. With weights or masks it has the
+        metric kept_frac, the share of tokens whose weight is not 0.
     Raises:
         ConfigError: unknown name, option or anchor, or a behaviour weight on a behaviour-anchored ratio.
         BatchError: a column is missing or has the wrong shape or dtype.
     """
-    if anchor not in ("old", "rollout"):
-        raise ConfigError(f"anchor must be one of old, rollout, got {anchor!r}.")
-    columns = dict(columns)
-    weights = columns.get("correction_weights")
+    columns = anchored(columns, anchor)
+    weights, mask = columns.get("correction_weights"), columns["mask"]
     if weights is not None:
-        check_tokens(columns["mask"], correction_weights=weights)
+        check_tokens(mask, correction_weights=weights)
         if anchor == "rollout" or "behaviour_anchored" in POLICY_LOSSES[name].traits:
-            _check_only_masks(name, anchor, weights, columns["mask"])
-    if anchor == "rollout":
-        columns["old_log_probs"] = columns.get("rollout_log_probs")
-    if sequence_mask_delta is not None:
-        names = ("log_probs", "old_log_probs", "advantages", "mask")
-        keep = KEEP_MASKS.call(
-            "off_policy_sequence", {"delta": sequence_mask_delta}, {n: columns.get(n) for n in names}
-        )
+            _check_only_masks(name, anchor, weights, mask)
+    for mask_name, mask_options in (step_masks or {}).items():
+        keep = KEEP_MASKS.call(mask_name, mask_options, columns)
         columns["correction_weights"] = weights = keep.float() if weights is None else select(weights, keep)
     result = POLICY_LOSSES.call(name, options, columns)
-    if weights is None or "correction_weights" in POLICY_LOSSES[name].columns:
+    if weights is None:
         return result
-    return PolicyLoss(result.loss * select(weights.detach(), columns["mask"]), result.metrics)
+    weights = select(weights.detach(), mask)
+    reads = "correction_weights" in POLICY_LOSSES[name].columns
+    metrics = {**result.metrics, "kept_frac": fraction(weights > 0, mask)}
+    return PolicyLoss(result.loss if reads else result.loss * weights, metrics)
+
+
+def anchored(columns: Mapping[str, Any], anchor: str) -> dict[str, Any]:
+    """The columns with the log-probs that ratios are measured from as `old_log_probs`: "old" or "rollout".
+
+    Raises ConfigError for another anchor.
+    """
+    if anchor not in ("old", "rollout"):
+        raise ConfigError(unknown("anchor", anchor, ("old", "rollout")))
+    return dict(columns) if anchor == "old" else {**columns, "old_log_probs": columns.get("rollout_log_probs")}
 
 
 def _check_only_masks(name: str, anchor: str, weights: Tensor, mask: Tensor) -> None:

@@ -6,7 +6,7 @@ from torch import Tensor
 from hybridrl.algorithms.columns import check_tokens, given
 from hybridrl.algorithms.evaluation import pass_at_k_tensor
 from hybridrl.algorithms.groups import Groups
-from hybridrl.algorithms.kl import k3_value
+from hybridrl.algorithms.kl import K3_CAP, k3_value
 from hybridrl.algorithms.masked import LOG_RATIO_LIMIT, exp_clamped, log_ratio
 from hybridrl.algorithms.partials import Mean, Partial, max_of, mean_of, min_of, moments_of
 
@@ -23,7 +23,8 @@ def policy_metrics(
     """How far the policy moved, over trainable tokens of a piece.
 
     approx_kl_k1 = mean(old - current), approx_kl_k3 = mean(rho - 1 - log rho), ratio_mean/_min/_max of rho, and
-    ref_kl = mean k3 against the reference, entropy = mean H, when those columns are given.
+    ref_kl = mean k3 against the reference and ref_kl_capped_frac, the share of tokens at k3's cap, when ref_log_probs
+    are given; entropy = mean H when entropies are, else entropy_estimate = mean(-current): unbiased, but noisy.
 
     Args:
         log_probs, old_log_probs, ref_log_probs, entropies: [B, R] float. mask: [B, R] bool.
@@ -42,9 +43,13 @@ def policy_metrics(
         "ratio_max": max_of(ratio, mask),
     }
     if ref_log_probs is not None:
-        metrics["ref_kl"] = mean_of(k3_value(log_ratio(log_probs, ref_log_probs, mask)), mask)
+        k3 = k3_value(log_ratio(log_probs, ref_log_probs, mask))
+        metrics["ref_kl"] = mean_of(k3, mask)
+        metrics["ref_kl_capped_frac"] = mean_of((k3 >= K3_CAP).double(), mask)
     if entropies is not None:
         metrics["entropy"] = mean_of(entropies, mask)
+    else:
+        metrics["entropy_estimate"] = mean_of(-log_probs, mask & log_probs.isfinite())
     return metrics
 
 

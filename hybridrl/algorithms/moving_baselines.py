@@ -61,17 +61,20 @@ class AgentBaselines:
         values = [self.agents[a].value if a in self.agents else 0.0 for a in agent_ids.tolist()]
         return torch.tensor(values, dtype=torch.float64, device=agent_ids.device)
 
-    def update(self, agent_ids: Tensor, mask: Tensor, rewards: Tensor) -> None:
+    def update(self, agent_ids: Tensor, mask: Tensor, rewards: Tensor, token_rewards: Tensor | None = None, *,
+               gamma: float = 1.0) -> None:
         """Add the mean return of each agent that has a scorable row with trainable tokens.
 
         Args:
-            agent_ids: [B] int64. mask: [B, R] bool. rewards: [B] float.
+            agent_ids: [B] int64. mask: [B, R] bool. rewards: [B] float, or token_rewards: [B, R] float too.
         """
         check_ids(mask, agent_ids=agent_ids)
         counted = mask.any(dim=1) & rewards.isfinite()
         for agent in agent_ids[counted].unique().tolist():
             rows = counted & (agent_ids == agent)
-            self.agents.setdefault(agent, MovingBaseline(self.decay)).update(mean_return(mask[rows], rewards[rows]))
+            by_token = None if token_rewards is None else token_rewards[rows]
+            mean = mean_return(mask[rows], rewards[rows], by_token, gamma=gamma)
+            self.agents.setdefault(agent, MovingBaseline(self.decay)).update(mean)
 
     def state_dict(self) -> dict[str, Any]:
         """What a checkpoint must hold."""

@@ -4,6 +4,8 @@ Order: `scale_rewards` (scale, bias, clip), `overlong_penalty` added, `kl_in_rew
 sampling looks at the raw outcome, before all of these.
 """
 
+from typing import Any
+
 import torch
 from torch import Tensor
 
@@ -60,6 +62,7 @@ def kl_in_reward(
     *,
     kl_coef: float,
     estimator: str = "k1",
+    options: Any = None,
 ) -> Tensor:
     """Subtract a per-token KL penalty: R' = R - kl_coef * kl(old_log_probs, ref_log_probs) on trainable tokens.
 
@@ -67,7 +70,7 @@ def kl_in_reward(
 
     Args:
         token_rewards, old_log_probs, ref_log_probs: [B, R] float. mask: [B, R] bool.
-        estimator: a name of KL_ESTIMATORS.
+        estimator: a name of KL_ESTIMATORS, with its options.
     Returns:
         [B, R], dtype of `token_rewards`.
     Raises:
@@ -75,7 +78,7 @@ def kl_in_reward(
     Source: arXiv:1909.08593, 2203.02155.
     """
     check_tokens(mask, token_rewards=token_rewards)
-    penalty = token_kl(estimator, old_log_probs, ref_log_probs, mask, old_log_probs=old_log_probs)
+    penalty = token_kl(estimator, old_log_probs, ref_log_probs, mask, old_log_probs, options)
     return token_rewards - (kl_coef * select(penalty, mask)).to(token_rewards.dtype)
 
 

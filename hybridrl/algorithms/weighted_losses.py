@@ -23,6 +23,7 @@ from hybridrl.algorithms.losses import (
     ppo_clip,
 )
 from hybridrl.algorithms.masked import exp_clamped, select
+from hybridrl.algorithms.partials import Mean
 from hybridrl.algorithms.tables import option
 from hybridrl.errors import ConfigError
 
@@ -54,7 +55,7 @@ def cispo(
     Args:
         log_probs: [B, R] float, carries gradient. old_log_probs, advantages: [B, R] float. mask: [B, R] bool.
     Returns:
-        PolicyLoss with metrics clipfrac_low, clipfrac_high: weights at a bound.
+        PolicyLoss with metrics clipfrac_low, clipfrac_high, clipfrac: weights at a bound.
     Raises:
         BatchError: shapes or dtypes don't fit.
     Source: MiniMax-M1, arXiv:2506.13585.
@@ -62,8 +63,12 @@ def cispo(
     tokens = clean(log_probs, old_log_probs, advantages, mask)
     ratio = exp_clamped(tokens.log_ratio.detach())
     loss = -(ratio.clamp(ratio_min, ratio_max) * tokens.advantages) * tokens.log_probs
-    low, high = fraction(ratio < ratio_min, mask), fraction(ratio > ratio_max, mask)
-    return masked_loss(loss, tokens, mask, clipfrac_low=low, clipfrac_high=high)
+    return masked_loss(loss, tokens, mask, **_clipfracs(ratio < ratio_min, ratio > ratio_max, mask))
+
+
+def _clipfracs(low: Tensor, high: Tensor, mask: Tensor) -> dict[str, Mean]:
+    return {"clipfrac_low": fraction(low, mask), "clipfrac_high": fraction(high, mask),
+            "clipfrac": fraction(low | high, mask)}
 
 
 @dataclass(kw_only=True)
@@ -152,8 +157,8 @@ def dppo(
     too_high = (tokens.advantages > 0) & (rise > delta_high)
     too_low = (tokens.advantages < 0) & (-rise > delta_low)
     weight = torch.where(too_high | too_low, 0.0, exp_clamped(d).clamp(max=ratio_max))
-    metrics = {"clipfrac_low": fraction(too_low, mask), "clipfrac_high": fraction(too_high, mask)}
-    return masked_loss(-(weight * tokens.advantages) * tokens.log_probs, tokens, mask, **metrics)
+    loss = -(weight * tokens.advantages) * tokens.log_probs
+    return masked_loss(loss, tokens, mask, **_clipfracs(too_low, too_high, mask))
 
 
 @dataclass(kw_only=True)

@@ -29,7 +29,7 @@ class Rewarder:
 
     def __init__(self, cfg: RewardConfig):
         self._functions = [bind(function.name, function.options) for function in cfg.functions]
-        self._weights = [function.weight for function in cfg.functions]
+        self.weights = [function.weight for function in cfg.functions]
         self._labels = _labels([function.name for function in cfg.functions])
         self._inputs = [name for name in INPUTS if any(name in function.inputs for function in self._functions)]
         self._pool = WorkerPool([(f.name, f.options) for f in self._functions], cfg.workers, cfg.timeout_s)
@@ -47,7 +47,9 @@ class Rewarder:
         self._pool.close()
 
     def __call__(self, batch: TensorDict) -> TensorDict:
-        """The batch with `rewards` [B] float32 and `reward_error`; with several functions also reward/<function> [B].
+        """The batch with `rewards` [B] float32, `reward_error` and `reward_components` [B, K] float32, unweighted.
+
+        With several functions also a column reward/<function> [B] of each. A row without a reward has NaN in all.
 
         Raises BatchError when a column that a function takes is missing, RewardError when every row fails.
         """
@@ -69,14 +71,15 @@ class Rewarder:
         scored = batch.copy()
         nothing = [math.nan] * len(self._functions)
         scores = [nothing if outcome.error else outcome.scores for outcome in outcomes]
-        put(scored, "rewards", [math.fsum(map(math.prod, zip(self._weights, row, strict=True))) for row in scores])
+        put(scored, "rewards", [math.fsum(map(math.prod, zip(self.weights, row, strict=True))) for row in scores])
         put(scored, "reward_error", [outcome.error for outcome in outcomes])
+        components = torch.tensor(scores, dtype=torch.float32).view(len(scores), len(self._functions))
+        put(scored, "reward_components", components)
         if len(self._functions) > 1:
             for i, label in enumerate(self._labels):
-                column = torch.tensor([row[i] for row in scores], dtype=torch.float32)
-                put(scored, label, column)
+                put(scored, label, components[:, i])
                 if outcomes:
-                    self.metrics[label] = float(column.nanmean())
+                    self.metrics[label] = float(components[:, i].nanmean())
         return scored
 
 

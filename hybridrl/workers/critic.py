@@ -2,11 +2,12 @@
 
 from pathlib import Path
 
+import torch
 from tensordict import TensorDict
 
 from hybridrl.algorithms.partials import Partial
 from hybridrl.algorithms.values import ValueLoss
-from hybridrl.batch import put
+from hybridrl.batch import lengths, make_batch, padded, put, rows_of, unpadded
 from hybridrl.config import ModelConfig, TrainingConfig
 from hybridrl.dispatch import RowCosts, over_rows, to_all
 from hybridrl.workers.base import Worker, WorkerContext
@@ -37,10 +38,21 @@ class CriticWorker(Worker):
         return self.training.costs
 
     @over_rows()
-    def values(self, batch: TensorDict) -> TensorDict:
-        """The batch with `values`: of the state before each response token, which is what the token leaves open."""
+    def values(self, batch: TensorDict, bootstrap: bool = False) -> TensorDict:
+        """The batch with `values`: of the state before each response token, which is what the token leaves open.
+
+        With `bootstrap` also `bootstrap_values` [B]: of the state after the last token where the length limit cut the
+        response (its finish reason is `length`), 0 for other rows.
+        """
         self.training.onload()
-        put(batch, "values", self.training.values(batch))
+        if not bootstrap:
+            put(batch, "values", self.training.values(batch))
+            return batch
+        longer, sizes = _one_longer(batch), lengths(batch["response_ids"])
+        values = padded(self.training.values(longer))
+        cut = torch.tensor([reason == "length" for reason in batch["finish_reason"]], dtype=torch.bool) & (sizes > 0)
+        put(batch, "bootstrap_values", torch.where(cut, values.gather(1, sizes[:, None])[:, 0], 0.0))
+        put(batch, "values", unpadded(values, like=batch["response_ids"]))
         return batch
 
     @over_rows(join="first")
@@ -77,3 +89,9 @@ class CriticWorker(Worker):
         self.training.onload()
         self.training.load(Path(folder))
         self.training.offload()
+
+
+def _one_longer(batch: TensorDict) -> TensorDict:
+    """Prompts and responses, each response one token longer: the value before that token is the one after the last."""
+    responses = [torch.cat([row, row.new_zeros(1)]) for row in rows_of(batch["response_ids"])]
+    return make_batch(prompt_ids=batch["prompt_ids"], response_ids=responses)

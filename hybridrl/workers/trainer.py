@@ -1,5 +1,6 @@
 """Workers around a training engine alone: a model that learns, and a frozen one that only scores."""
 
+from collections.abc import Sequence
 from pathlib import Path
 
 from tensordict import TensorDict
@@ -8,6 +9,7 @@ from hybridrl.algorithms.partials import Partial
 from hybridrl.batch import put
 from hybridrl.config import ModelConfig, TrainingConfig
 from hybridrl.dispatch import RowCosts, over_rows, to_all
+from hybridrl.errors import BatchError, unknown
 from hybridrl.models import load_tokenizer
 from hybridrl.workers.base import Worker, WorkerContext
 from hybridrl.workers.training.engine import LossFunction, TrainingEngine
@@ -42,13 +44,26 @@ class TrainerWorker(Worker):
         """Called before the training engine is used; a worker whose device is shared makes room here."""
 
     @over_rows()
-    def log_probs(self, batch: TensorDict, entropies: bool = False) -> TensorDict:
-        """The batch with `old_log_probs` (and `entropies`) of its response tokens under the training weights."""
+    def log_probs(self, batch: TensorDict, also: Sequence[str] = ()) -> TensorDict:
+        """The batch with `old_log_probs` of its response tokens under the training weights.
+
+        `also` asks for more columns: `entropies`, `sum_squared_probs`. The latter, the sum of p^2 over the vocabulary,
+        takes a second forward pass at half the temperature: with l = z_y - log sum exp z at the first and
+        l' = 2 z_y - log sum exp 2z at the second it is exp(2 l - l').
+
+        Raises BatchError for another name.
+        """
+        for name in also:
+            if name not in ("entropies", "sum_squared_probs"):
+                raise BatchError(unknown("column", name, ("entropies", "sum_squared_probs")))
         self.enter_training()
-        result = self.training.log_probs(batch, self.temperature, entropies)
+        result = self.training.log_probs(batch, self.temperature, "entropies" in also)
         put(batch, "old_log_probs", result["log_probs"])
-        if entropies:
+        if "entropies" in also:
             put(batch, "entropies", result["entropies"])
+        if "sum_squared_probs" in also:
+            sharper = self.training.log_probs(batch, self.temperature / 2)["log_probs"]
+            put(batch, "sum_squared_probs", (result["log_probs"] * 2 - sharper).exp())
         return batch
 
     @over_rows()

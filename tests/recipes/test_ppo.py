@@ -55,7 +55,7 @@ def test_policy_and_critic_learn_in_every_step(local):
 def test_the_folder_resumes_with_the_critic(local):
     saved = {path.relative_to(local / "checkpoints").parts[1]
              for path in (local / "checkpoints").rglob("*") if path.is_file()}
-    assert {"policy", "critic", "prompts.json", "manifest.json"} == saved
+    assert {"policy", "critic", "prompts.json", "algorithm.json", "manifest.json"} == saved
     manifest = json.loads((local / "checkpoints/step_000002/critic/training.json").read_text())
     assert manifest["numbers"]["steps"] == 4, "two mini-batches a step"
     assert (local / "model/model.safetensors").exists() and (local / "model/tokenizer.json").exists()

@@ -10,7 +10,15 @@ from hybridrl.algorithms.batch_metrics import batch_metrics
 from hybridrl.algorithms.partials import finalize
 from hybridrl.algorithms.values import ValueLoss
 from hybridrl.batch import lengths, make_batch, num_rows, padded, rows_of, unpadded
-from hybridrl.config import AlgorithmConfig, Choice, DynamicSamplingConfig, GRPOConfig, KLConfig, OverlongConfig
+from hybridrl.config import (
+    AlgorithmConfig,
+    Choice,
+    DynamicSamplingConfig,
+    EntropyConfig,
+    GRPOConfig,
+    KLConfig,
+    OverlongConfig,
+)
 from hybridrl.config_loading import load
 from hybridrl.errors import ConfigError
 
@@ -94,7 +102,8 @@ def test_mini_batches_keep_groups_together_and_use_every_row_once_an_epoch():
 
 
 def test_loss_with_kl_and_entropy_by_hand():
-    cfg = AlgorithmConfig(kl=KLConfig(coefficient=0.1, estimator="k2"), entropy_coefficient=0.2, corrections=[])
+    cfg = AlgorithmConfig(kl=KLConfig(coefficient=0.1, estimator="k2"), entropy=EntropyConfig(coefficient=0.2),
+                          corrections=[])
     algorithm = Algorithm(cfg, 8)
     batch = algorithm.shape(scored([1.0, 0.0], [1, 1], [0, 0]))
     batch["advantages"] = algorithm.advantages(batch)
@@ -180,10 +189,10 @@ def test_remax_asks_for_the_greedy_response_and_others_do_not():
 
 
 def test_an_estimator_whose_column_nothing_writes_is_refused_before_anything_starts():
-    cfg = AlgorithmConfig(advantage=Choice(name="gdpo"))
-    with pytest.raises(ConfigError, match="gdpo needs reward_components, which this loop does not write"):
+    cfg = AlgorithmConfig(advantage=Choice(name="distill"))
+    with pytest.raises(ConfigError, match="distill needs teacher_log_probs, which this loop does not write"):
         Algorithm(cfg, 8)
-    Algorithm(cfg, 8, columns=["reward_components"])
+    Algorithm(cfg, 8, columns=["teacher_log_probs"])
 
 
 def test_dynamic_sampling_needs_groups():

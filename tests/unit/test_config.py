@@ -60,7 +60,8 @@ def test_every_recipe_loads_with_its_required_options_only(recipe):
 @pytest.mark.parametrize("choice", groups_of("grpo")["algorithm"])
 def test_every_algorithm_loads(choice):
     algorithm = grpo(f"algorithm={choice}").algorithm
-    assert choice in (algorithm.advantage.name, algorithm.loss.name, "dapo")
+    others = {"dapo", "decoupled", "high_entropy", "m2po", "pkpo", "scalerl"}  # named after more than one entry
+    assert choice in {algorithm.advantage.name, algorithm.loss.name} | others
     Algorithm(algorithm, max_response_tokens=8)
 
 
@@ -156,7 +157,8 @@ def test_a_config_class_of_the_user_may_have_more_options():
         ("steps=3", "Unknown option 'steps'. Did you mean trainer.steps?"),
         ("tariner.steps=3", "Unknown option 'tariner.steps'. Did you mean trainer.steps?"),
         ("algorithm.kl.zzz=3", "Unknown option 'algorithm.kl.zzz'. Choices: algorithm.kl.coefficient, "
-                               "algorithm.kl.place, algorithm.kl.estimator."),
+                               "algorithm.kl.place, algorithm.kl.estimator, algorithm.kl.options, algorithm.kl.target, "
+                               "algorithm.kl.horizon."),
         ("zzz=3", "Unknown option 'zzz'. Choices: " + ", ".join(f.name for f in dataclasses.fields(GRPOConfig)) + "."),
         ("hydra.run.dir=x", "Unknown option 'hydra.run.dir'."),
         ("reward.functions.0.nam=x", "Did you mean reward.functions[].name?"),

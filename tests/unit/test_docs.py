@@ -21,7 +21,6 @@ import torch
 
 from hybridrl import algorithms, batch, config
 from hybridrl.algorithms.algorithm import Algorithm, padded_columns
-from hybridrl.algorithms.batch_metrics import batch_metrics
 from hybridrl.batch import FIELDS, lengths, make_batch, num_rows, put
 from hybridrl.config_loading import groups_of, load
 from hybridrl.data import row_seeds
@@ -111,14 +110,15 @@ class Stub:
         put(batch, "response", ["7"] * len(sizes))
         return batch
 
-    def log_probs(self, batch, entropies=False):
+    def log_probs(self, batch, also=()):
         put(batch, "old_log_probs", [[-0.51] * size for size in lengths(batch["response_ids"]).tolist()])
         return batch
 
     def update(self, mini_batch, loss):
         columns = padded_columns(mini_batch)
         current = columns.get("old_log_probs", columns["rollout_log_probs"]).clone().requires_grad_()
-        value, metrics = loss(current, {**columns, "response_mask": columns["mask"]}, None)
+        entropies = columns.get("entropies") if loss.needs_entropies else None
+        value, metrics = loss(current, {**columns, "response_mask": columns["mask"]}, entropies)
         value.backward()
         assert current.grad.isfinite().all()
         return metrics
@@ -256,7 +256,7 @@ def test_options_named_in_the_text_exist(page):
     keys = {re.sub(r"\[\]", "", option.key) for cls in config.RECIPES.values() for option in options_of(cls)}
     roots = {key.split(".")[0] for key in keys if "." in key}
     named = {code.partition("=")[0] for code in inline_code(page) if re.fullmatch(r"[a-z_]+\.[\w.]+(=\S*)?", code)}
-    unknown = {key for key in named if key.split(".")[0] in roots and ".options." not in key
+    unknown = {key for key in named if key.split(".")[0] in roots and "options." not in key
                and not key.endswith((".py", ".md", ".yaml", ".jsonl"))} - keys
     assert not {key for key in unknown if not any(known.startswith(key + ".") for known in keys)}
 
@@ -276,7 +276,7 @@ def test_the_columns_of_a_batch_are_listed():
         kind = str(field.dtype).removeprefix("torch.") if isinstance(field.dtype, torch.dtype) else "object"
         row = f"| `{name}` | {field.shape} | {kind} | {field.writer} | {field.meaning} |"
         assert re.sub(" +", " ", row) in re.sub(" +", " ", page), row
-    assert len(re.findall(r"^\| `\w+` \| T?R? *\| \w+ \|", page, re.MULTILINE)) == len(FIELDS)
+    assert len(re.findall(r"^\| `\w+` \| [TRK]* *\| \w+ \|", page, re.MULTILINE)) == len(FIELDS)
 
 
 def entries(kind):
@@ -332,16 +332,26 @@ def test_messages_of_the_troubleshooting_page_exist():
 
 
 def test_metrics_named_in_the_docs_exist():
-    names = names_of_the_recipe()
-    rows, algorithm = Stub().log_probs(score(Stub().generate(Prompts().next_batch(4)))), names["algorithm"]
-    rows["group_ids"] = torch.tensor([0, 0, 1, 1])
-    rows["advantages"] = algorithm.advantages(rows)
-    rows = algorithm.correct(rows)
-    (piece,) = algorithm.mini_batches(rows)
-    known = {*batch_metrics(rows), *Stub().update(piece, algorithm.loss)}
+    everything = config.AlgorithmConfig(
+        advantage=config.Choice(name="reinforce", options={"baseline": "moving"}), corrections=[],
+        loss=config.Choice(name="ppo_clip", options={"dual_clip": 3.0}), entropy=config.EntropyConfig(target=1.0),
+        kl=config.KLConfig(coefficient=0.1, target=1.0), keep_masks=[config.Choice(name="off_policy_sequence")])
+    known = set()
+    for algorithm in (names_of_the_recipe()["algorithm"], Algorithm(everything, 16)):
+        rows = Stub().log_probs(score(Stub().generate(Prompts().next_batch(8))))
+        rows["group_ids"] = torch.arange(8) // 4
+        rows["ref_log_probs"] = rows["old_log_probs"]
+        if algorithm.needed_columns:
+            rows["entropies"] = rows["old_log_probs"]
+        rows = algorithm.shape(rows)
+        rows["advantages"] = algorithm.advantages(rows)
+        rows = algorithm.correct(rows)
+        (piece,) = algorithm.mini_batches(rows)
+        known |= {*algorithm.describe(rows, 1), *Stub().update(piece, algorithm.loss)}
     strings = set(templates())
     named = {code for page in PAGES for code in inline_code(page)
-             if re.fullmatch(r"(reward|response|group|advantage|mismatch|version|policy|train|sync)/\w+", code)}
-    assert len(named) > 10
+             if re.fullmatch(r"(reward|shaped_reward|response|group|advantage|mismatch|version|staleness|policy|train|"
+                             r"sync)/[\w@]+", code)}
+    assert len(named) > 50
     assert {name for name in named
             if name not in known | strings and not (name.startswith("train/") and name[6:] in strings)} == set()

@@ -332,8 +332,9 @@ def test_off_policy_sequence_mask_by_hand():
     keep = KEEP_MASKS.call("off_policy_sequence", {"delta": 0.7}, columns)  # row 0 fell by 0.75 on average
     assert keep.tolist() == [[False, True], [True, True]]
     plain = policy_loss("ppo_clip", columns).loss
-    masked = policy_loss("ppo_clip", columns, sequence_mask_delta=0.7).loss
-    torch.testing.assert_close(masked, plain * keep)
+    masked = policy_loss("ppo_clip", columns, step_masks={"off_policy_sequence": {"delta": 0.7}})
+    torch.testing.assert_close(masked.loss, plain * keep)
+    assert masked.metrics["kept_frac"].value() == 0.75
 
 
 def test_second_moment_mask_by_hand():

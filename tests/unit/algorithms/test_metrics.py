@@ -48,6 +48,7 @@ def test_policy_metrics_by_hand():
             "ratio_min": 0.5,
             "ratio_max": 1.25,
             "ref_kl": (1 / 1.25 - 1 + d[0] + 2 - 1 + d[1]) / 2,
+            "ref_kl_capped_frac": 0.0,
             "entropy": 2.0,
         },
         abs=1e-6,

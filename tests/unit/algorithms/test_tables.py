@@ -14,7 +14,6 @@ from hybridrl.algorithms import (
     KL_ESTIMATORS,
     POLICY_LOSSES,
     Table,
-    check_combination,
     compute_advantages,
     grpo_advantages,
     option,
@@ -22,6 +21,8 @@ from hybridrl.algorithms import (
     token_kl,
     value_loss,
 )
+from hybridrl.algorithms.combinations import check_combination
+from hybridrl.config import AlgorithmConfig, Choice, KLConfig, OverlongConfig
 from hybridrl.errors import BatchError, ConfigError
 from tests.unit.algorithms.cases import make_columns
 
@@ -185,19 +186,27 @@ def test_k_above_the_group_size():
 # ---- combinations
 
 
-def check(**changes):
-    check_combination(**{"advantage": "grpo", "loss": "ppo_clip", "num_responses": 8, **changes})
+def check(critic=False, **changes):
+    """`corrections` and `keep_masks` are given as name -> options, `loss` and `advantage` by name."""
+    options = {key: changes.pop(f"{key}_options", {}) for key in ("advantage", "loss")}
+    for key, name in (("advantage", "grpo"), ("loss", "ppo_clip")):
+        changes[key] = Choice(name=changes.get(key, name), options=options[key])
+    for key in ("corrections", "keep_masks"):
+        changes[key] = [Choice(name=name, options=values) for name, values in changes.get(key, {}).items()]
+    check_combination(AlgorithmConfig(**changes), critic)
 
 
 def test_good_combinations():
     check()
-    check(advantage="reinforce", num_responses=1)
-    check(advantage="gae", has_critic=True, num_responses=1)
-    check(corrections={"token_tis": {}, "geometric_mask": {}})
+    check(advantage="reinforce", responses_per_prompt=1)
+    check(advantage="gae", critic=True, responses_per_prompt=1)
+    check(corrections={"token_tis": {}, "geometric_mask": {}}, self_normalise=True)
     check(loss="aipo", corrections={"geometric_mask": {}})
     check(loss="decoupled_ppo", corrections={"sequence_tis": {}})
-    check(advantage="grpo", advantage_options={"singleton": "raw"}, num_responses=1)
-    check(aggregation="prompt-mean", kl_estimator="k3+")
+    check(anchor="rollout", corrections={"geometric_mask": {}}, keep_masks={"high_entropy": {}})
+    check(advantage="grpo", advantage_options={"singleton": "raw"}, responses_per_prompt=1)
+    check(aggregation="prompt-mean", kl=KLConfig(estimator="k3+"))
+    check(aggregation="seq-mean-token-mean", aggregation_options={"per_trajectory": True})
 
 
 @pytest.mark.parametrize(
@@ -205,22 +214,38 @@ def test_good_combinations():
     [
         ({"loss_options": {"dual_clip": 1.1}}, r"dual_clip must be above 1 \+ clip_high = 1.2 or null, got 1.1"),
         ({"loss": "aipo", "corrections": {"token_tis": {}}}, "token_tis.*aipo.*twice"),
-        ({"anchor": "rollout", "corrections": {"sequence_tis": None}}, "sequence_tis.*'rollout'.*twice"),
-        ({"anchor": "rollout", "loss": "decoupled_ppo"}, "anchor must be 'old'"),
-        ({"anchor": "old_policy"}, "Unknown anchor"),
+        ({"anchor": "rollout", "corrections": {"sequence_tis": {}}}, "sequence_tis.*'rollout'.*twice"),
+        ({"anchor": "rollout", "loss": "decoupled_ppo"}, "anchor must be 'old'.*already corrects; got 'rollout'"),
+        ({"anchor": "rollout", "loss": "gpg"}, "anchor must be 'old' with loss 'gpg', which has no ratio"),
         ({"corrections": {"token_tis": {}, "icepop": {}}}, "at most one"),
         ({"corrections": {"icepop": {"lo": 9.0}}}, "lo must be at most hi"),
-        ({"num_responses": 1}, "num_responses must be at least 2.*got 1"),
-        ({"num_responses": 0}, "num_responses must be at least 1"),
-        ({"advantage": "reinforce", "advantage_options": {"baseline": "group"}, "num_responses": 1}, "at least 2"),
+        ({"self_normalise": True}, "self_normalise must be false without corrections; got true"),
+        ({"self_normalise": True, "loss": "aipo", "corrections": {"veto": {}}}, "self_normalise must be false with"),
+        ({"responses_per_prompt": 1}, "responses_per_prompt must be at least 2.*got 1"),
+        ({"advantage": "reinforce", "advantage_options": {"baseline": "group"}, "responses_per_prompt": 1}, "least 2"),
         ({"advantage": "gae"}, "'gae' needs a critic.*accepted: .*grpo"),
-        ({"advantage": "rloo", "has_critic": True}, "'rloo' does not read the critic.*accepted: gae"),
-        ({"advantage": "pass_at_k", "advantage_options": {"k": 9}}, "k must be at most num_responses = 8, got 9"),
+        ({"advantage": "rloo", "critic": True}, "'rloo' does not read the critic.*accepted: gae"),
+        ({"advantage": "pass_at_k", "advantage_options": {"k": 9}}, "k must be at most responses_per_prompt = 8"),
+        ({"advantage": "max_at_k", "advantage_options": {"k": 9}}, "k must be at most responses_per_prompt = 8, got 9"),
         ({"advantage": "grop"}, "Unknown advantage"),
         ({"aggregation": "mean"}, "Unknown aggregation"),
-        ({"kl_estimator": "k4"}, "Unknown kl estimator"),
+        ({"aggregation_options": {"per_trajectory": True}}, "Unknown aggregation token-mean option 'per_trajectory'"),
+        ({"kl": KLConfig(estimator="k4")}, "Unknown kl estimator"),
+        ({"kl": KLConfig(options={"x": 1})}, "Unknown kl estimator k3\\+ option 'x'"),
+        ({"keep_masks": {"high_entrop": {}}}, "Unknown keep mask 'high_entrop'. Did you mean high_entropy"),
+        ({"keep_masks": {"high_entropy": {"frac": 0}}}, "'frac' of keep mask 'high_entropy' must be a number above 0"),
+        ({"advantage": "gdpo", "kl": KLConfig(coefficient=0.1, place="reward")}, "kl.place must be 'loss'.*'gdpo'"),
+        ({"advantage": "gdpo", "overlong": OverlongConfig(penalty=1.0)}, "overlong.penalty changes rewards"),
+        ({"advantage": "reinforce_pp", "advantage_options": {"kl_coef": 0.1}, "responses_per_prompt": 1,
+          "kl": KLConfig(coefficient=0.1, place="reward")}, "kl_coef of advantage 'reinforce_pp' must be 0"),
     ],
 )
 def test_impossible_combinations(changes, message):
     with pytest.raises(ConfigError, match=message):
         check(**changes)
+
+
+def test_an_entry_is_chosen_once():
+    twice = AlgorithmConfig(corrections=[Choice(name="veto"), Choice(name="veto")])
+    with pytest.raises(ConfigError, match="corrections must name each entry once, got veto, veto"):
+        check_combination(twice)
