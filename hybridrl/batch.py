@@ -25,7 +25,8 @@ logging.getLogger("torch.fx._symbolic_trace").setLevel(logging.ERROR)
 
 @dataclass(frozen=True, slots=True)
 class Field:
-    """A declared column. `shape` is per row: "" scalar, "T" ragged prompt, "R" ragged response, "K" a vector."""
+    """A declared column. `shape` is per row: "" scalar, "T" ragged prompt, "R" ragged response, "K" a vector; "RK" is a
+    vector a response token."""
 
     shape: str
     dtype: torch.dtype | type
@@ -65,6 +66,10 @@ FIELDS: dict[str, Field] = {
     "sum_squared_probs": Field("R", torch.float32, "training", "sum over the vocabulary of squared probabilities"),
     "values": Field("R", torch.float32, "training", "the critic's value of the state before each token"),
     "bootstrap_values": Field("", torch.float32, "training", "the critic's value after a cut response; 0 for others"),
+    # written by a teacher
+    "teacher_log_probs": Field("R", torch.float32, "teacher", "the teacher's log-probs of the sampled tokens"),
+    "teacher_top_ids": Field("RK", torch.int64, "teacher", "the teacher's K likeliest tokens in each place"),
+    "teacher_top_log_probs": Field("RK", torch.float32, "teacher", "their log-probs under the teacher"),
     # written by the loop
     "advantages": Field("R", torch.float32, "loop", "advantage of each token"),
     "returns": Field("R", torch.float32, "loop", "return of each token, for a critic"),

@@ -200,3 +200,53 @@ def load_tokenizer(cfg: ModelConfig) -> Any:
     from transformers import AutoTokenizer
 
     return AutoTokenizer.from_pretrained(resolve_model(cfg.path), trust_remote_code=cfg.trust_remote_code)
+
+
+def same_tokenizer(one: Any, other: Any) -> bool:
+    """Whether two tokenizers turn every text and every chat into the same token ids, as far as their files say."""
+    if one.chat_template != other.chat_template or one.get_vocab() != other.get_vocab():
+        return False
+    rules = [getattr(tokenizer, "backend_tokenizer", None) for tokenizer in (one, other)]
+    if None in rules:
+        return type(one) is type(other)
+    texts = [json.loads(rule.to_str()) for rule in rules if rule is not None]
+    for text in texts:  # how batches were cut last, not how texts are read
+        text["truncation"] = text["padding"] = None
+    return texts[0] == texts[1]
+
+
+def check_same_vocabulary(one: Any, other: Any) -> None:
+    """Raise ModelError unless every token has the same id in both tokenizers."""
+    first, second = one.get_vocab(), other.get_vocab()
+    if first == second:
+        return
+    token = next(t for t in (*first, *second) if first.get(t) != second.get(t))
+    raise ModelError(
+        f"Tokenizers {one.name_or_path} and {other.name_or_path} have different vocabularies ({len(first)} and "
+        f"{len(second)} tokens): {token!r} has id {first.get(token, 'none')} in one and {second.get(token, 'none')} in "
+        "the other. Token log-probs can only be compared over one vocabulary.")
+
+
+def check_classifier(folder: Path) -> None:
+    """Raise ModelError unless the folder's config is that of a sequence classifier with one label."""
+    config = _read_json(folder / "config.json")
+    made_as = config.get("architectures") or ["none named"]
+    labels = len(config["id2label"]) if "id2label" in config else config.get("num_labels", 2)
+    if not any(name.endswith("ForSequenceClassification") for name in made_as):
+        raise ModelError(f"Model folder {folder} is no sequence classifier: its architecture is {made_as[0]}, a reward "
+                         "model's is ...ForSequenceClassification.")
+    if labels != 1:
+        raise ModelError(f"Model folder {folder} is a classifier of {labels} labels; a reward model has 1.")
+
+
+def stop_ids(folder: Path, tokenizer: Any) -> list[int]:
+    """Token ids that end a response: the tokenizer's end token and those of the model's generation config."""
+    from transformers import AutoConfig, GenerationConfig
+
+    found = {tokenizer.eos_token_id}
+    try:
+        configured = GenerationConfig.from_pretrained(folder, local_files_only=True).eos_token_id
+    except OSError:  # the file is optional
+        configured = AutoConfig.from_pretrained(folder, local_files_only=True).eos_token_id
+    found |= set(configured) if isinstance(configured, list) else {configured}
+    return sorted(found - {None})

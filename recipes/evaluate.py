@@ -11,6 +11,7 @@ from hybridrl.command_line import recipe
 from hybridrl.config import EvaluateConfig
 from hybridrl.controller.cluster import Cluster
 from hybridrl.controller.evaluation import answer, evaluation_metrics
+from hybridrl.controller.reward_groups import reward_groups
 from hybridrl.controller.worker_group import WorkerGroup
 from hybridrl.data import load_prompts
 from hybridrl.metrics import finite
@@ -25,6 +26,7 @@ def main(cfg: EvaluateConfig) -> None:
     with Rewarder(cfg.reward) as rewards, Cluster(cfg.cluster) as cluster:
         pool = cluster.pool()
         problems = load_prompts(cfg.data, load_tokenizer(cfg.policy.model), cfg.policy.rollout.max_prompt_tokens)
+        rewards.groups = reward_groups(cfg.reward, cfg.policy, cluster, pool, cfg.seed)
         policy = WorkerGroup(PolicyWorker, pool, cfg.policy, cfg.seed, role="policy")
         batch = answer(policy, rewards, problems, cfg.samples_per_prompt, cfg.seed, cfg.max_prompts)
     if cfg.output:

@@ -18,6 +18,7 @@ from hybridrl.command_line import recipe
 from hybridrl.config import GRPOConfig
 from hybridrl.controller.cluster import Cluster
 from hybridrl.controller.evaluation import Evaluation
+from hybridrl.controller.reward_groups import reward_groups
 from hybridrl.controller.run import Run
 from hybridrl.controller.worker_group import WorkerGroup
 from hybridrl.data import PromptLoader, load_prompts, row_seeds
@@ -42,6 +43,7 @@ def main(cfg: GRPOConfig) -> None:
         problems = None
         if cfg.eval_data.enabled:
             problems = load_prompts(cfg.eval_data, tokenizer, longest, "eval_data").held_out(data)
+        rewards.groups = reward_groups(cfg.reward, cfg.policy, cluster, pool, cfg.seed)
         policy = WorkerGroup(PolicyWorker, pool, cfg.policy, cfg.seed, role="policy")
         reference = None
         if algorithm.needs_reference:  # adapters off, a policy is the model it started from

@@ -16,6 +16,7 @@ from hybridrl.command_line import recipe
 from hybridrl.config import PPOConfig
 from hybridrl.controller.cluster import Cluster
 from hybridrl.controller.evaluation import Evaluation
+from hybridrl.controller.reward_groups import reward_groups
 from hybridrl.controller.run import Run
 from hybridrl.controller.worker_group import WorkerGroup
 from hybridrl.data import PromptLoader, load_prompts, row_seeds
@@ -43,6 +44,7 @@ def main(cfg: PPOConfig) -> None:
         problems = None
         if cfg.eval_data.enabled:
             problems = load_prompts(cfg.eval_data, tokenizer, longest, "eval_data").held_out(data)
+        rewards.groups = reward_groups(cfg.reward, cfg.policy, cluster, pool, cfg.seed)
         policy = WorkerGroup(PolicyWorker, pool, cfg.policy, cfg.seed, role="policy")
         own = cluster.pool(cfg.critic.ranks) if cfg.critic.ranks else pool
         critic = WorkerGroup(CriticWorker, own, cfg.critic.model, cfg.critic.training, role="critic")

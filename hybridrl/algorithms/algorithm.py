@@ -65,7 +65,8 @@ class Algorithm:
         self.cfg, self.max_response_tokens = cfg, max_response_tokens
         self.advantage_options = _with_weights(cfg, reward_weights)
         self.corrections = _corrections(cfg)
-        self._check_columns({"mask", "log_probs", *FIELDS, *columns})
+        written = {name for name, field in FIELDS.items() if field.writer != "teacher"}
+        self._check_columns({"mask", "log_probs", *written, *columns})
         takes = {field.name for field in dataclasses.fields(AGGREGATIONS[cfg.aggregation].options)}
         limit = dict.fromkeys(takes & {"max_response_length"}, max_response_tokens)
         self.aggregation_options = limit | cfg.aggregation_options

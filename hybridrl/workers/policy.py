@@ -12,18 +12,16 @@ last update.
 import time
 from enum import Enum
 from pathlib import Path
-from typing import Any
 
 import psutil
 import torch
 from tensordict import TensorDict
-from transformers import AutoConfig, GenerationConfig
 
 from hybridrl.algorithms.partials import Partial
 from hybridrl.batch import num_rows, put, require, rows_of
 from hybridrl.config import PolicyConfig
 from hybridrl.dispatch import over_rows, to_all
-from hybridrl.models import resolve_model
+from hybridrl.models import resolve_model, stop_ids
 from hybridrl.workers.base import WorkerContext
 from hybridrl.workers.rollout.engine import Completion, Request, RolloutEngine
 from hybridrl.workers.rollout.transformers_engine import TransformersEngine
@@ -212,14 +210,3 @@ class PolicyWorker(TrainerWorker):
 
     def close(self) -> None:
         self.rollout.close()
-
-
-def stop_ids(folder: Path, tokenizer: Any) -> list[int]:
-    """Token ids that end a response: the tokenizer's end token and those of the model's generation config."""
-    found = {tokenizer.eos_token_id}
-    try:
-        configured = GenerationConfig.from_pretrained(folder, local_files_only=True).eos_token_id
-    except OSError:  # the file is optional
-        configured = AutoConfig.from_pretrained(folder, local_files_only=True).eos_token_id
-    found |= set(configured) if isinstance(configured, list) else {configured}
-    return sorted(found - {None})

@@ -15,8 +15,8 @@ import reasoning_gym as gym
 import torch
 
 from hybridrl.batch import make_batch, num_rows, rows_of
-from hybridrl.config import RewardConfig, RewardFunctionConfig
-from hybridrl.errors import BatchError, ConfigError, RewardError
+from hybridrl.config import JudgeConfig, RewardConfig, RewardFunctionConfig, RewardModelConfig, validate_all
+from hybridrl.errors import BatchError, ConfigError, ModelError, RewardError
 from hybridrl.rewards import REWARDS, Rewarder
 from hybridrl.rewards.binding import bind
 from hybridrl.rewards.functions import exact, math_verify, numeric, reasoning_gym
@@ -457,3 +457,101 @@ def test_a_controller_that_is_killed_leaves_no_process(own, tmp_path, response):
         controller.wait()
         controller.stdout.close()
     assert gone(pid)
+
+
+# Model and judge
+
+
+class Scored:
+    """In the place of a worker group: gives the same scores and errors to every batch, and keeps the last batch."""
+
+    def __init__(self, scores, errors):
+        self.scores, self.errors = scores, errors
+        self.score = self
+
+    def future(self, batch):
+        self.batch = batch
+        return self
+
+    def result(self):
+        return make_batch(scores=torch.tensor(self.scores, dtype=torch.float32), score_errors=self.errors)
+
+
+def learned(folder, functions=("exact",), **options) -> Rewarder:
+    """A rewarder with a model (weight 0.5) and a judge (weight 2), whose groups are still to be set."""
+    from tests.models import tiny_model
+
+    if not (folder / "model").exists():
+        tiny_model(folder / "model", classifier=True)
+        tiny_model(folder / "judge")
+    cfg = config(*functions, model=RewardModelConfig(path=str(folder / "model"), weight=0.5),
+                 judge=JudgeConfig(path=str(folder / "judge"), weight=2.0), **options)
+    validate_all(cfg, "reward")
+    return Rewarder(cfg)
+
+
+def test_a_reward_is_the_weighted_sum_of_its_components(tmp_path):
+    nan = math.nan
+    with learned(tmp_path) as rewarder:
+        rewarder.groups = {"model": Scored([1.0, -2.0, nan, 4.0], [None, None, "too long", None]),
+                           "judge": Scored([0.25, 3.0, 1.0, nan], [None, None, None, "no verdict in ''"])}
+        assert rewarder.components == ["exact", "model", "judge"] and rewarder.weights == [1.0, 0.5, 2.0]
+        batch = make_batch(response=["1", "2", "3", "4"], answer=["1"] * 4, prompt=["?"] * 4, prompt_ids=[[5]] * 4,
+                           seeds=torch.arange(4), rewards=torch.zeros(4))
+        scored = rewarder(batch)
+        assert scored["rewards"][:2].tolist() == [2.0, 5.0] and scored["rewards"][2:].isnan().all()
+        assert rows_of(scored["reward_error"]) == [None, None, "model: too long", "judge: no verdict in ''"]
+        assert scored["reward_components"].dtype == torch.float32
+        assert scored["reward_components"][:2].tolist() == [[1.0, 1.0, 0.25], [0.0, -2.0, 3.0]]
+        assert scored["reward_components"][2:].isnan().all(), "a row without a reward has no components"
+        assert scored["reward/judge"][:2].tolist() == [0.25, 3.0]
+        expected = {"reward/failed": 2, "reward/timed_out": 0, "reward/model_failed": 1, "reward/judge_failed": 1,
+                    "reward/exact": 0.5, "reward/model": -0.5, "reward/judge": 1.625}
+        assert {name: rewarder.metrics[name] for name in expected} == expected
+        assert set(rewarder.groups["judge"].batch.keys()) == {"response", "answer", "prompt", "prompt_ids", "seeds"}
+
+
+def test_a_function_that_fails_keeps_its_reason(tmp_path, own):
+    with learned(tmp_path, [f"{own}:misbehave"]) as rewarder:
+        rewarder.groups = {"model": Scored([1.0, math.nan], [None, "too long"]),
+                           "judge": Scored([1.0, 1.0], [None, None])}
+        scored = rewarder(make_batch(response=["fine", "nan"]))
+        assert scored["rewards"][0] == 0.25 + 0.5 + 2
+        assert rows_of(scored["reward_error"])[1].startswith(f"{own}:misbehave: ValueError: returned nan")
+        assert (rewarder.metrics["reward/failed"], rewarder.metrics["reward/model_failed"]) == (1, 1)
+
+
+def test_a_model_alone_and_when_it_fails_on_every_row(tmp_path):
+    with learned(tmp_path, functions=[]) as rewarder:
+        rewarder.groups = {"model": Scored([1.0], [None]), "judge": Scored([0.5], [None])}
+        assert rewarder(make_batch(response=["x"]))["rewards"].tolist() == [1.5]
+        rewarder.groups = {"model": Scored([math.nan], ["too long"]), "judge": Scored([0.5], [None])}
+        with pytest.raises(RewardError, match="none of 1 responses could be scored; the first: model: too long"):
+            rewarder(make_batch(response=["x"]))
+        rewarder.groups = {"model": rewarder.groups["model"]}
+        with pytest.raises(RewardError, match=r"reward\.judge has no worker group"):
+            rewarder(make_batch(response=["x"]))
+
+
+def test_components_of_functions_alone():
+    twice = config("exact", RewardFunctionConfig(name="numeric", weight=3.0), "exact")
+    with Rewarder(twice) as rewarder:
+        scored = rewarder(make_batch(response=["1", "1.0", "2"], answer=["1"] * 3))
+        assert rewarder.components == ["exact_1", "numeric", "exact_3"]
+        assert scored["reward_components"].tolist() == [[1, 1, 1], [0, 1, 0], [0, 0, 0]]
+        assert scored["rewards"].tolist() == [5, 3, 0]
+    with Rewarder(config("exact")) as rewarder:
+        scored = rewarder(make_batch(response=["1"], answer=["1"]))
+        assert scored["reward_components"].tolist() == [[1]] and "reward/exact" not in scored.keys()
+
+
+def test_folders_are_checked_before_anything_starts(tmp_path):
+    from tests.models import tiny_model
+
+    plain, two = tiny_model(tmp_path / "plain"), tiny_model(tmp_path / "two", classifier=True, num_labels=2)
+    for path, message in ((plain, "is no sequence classifier"), (two, "classifier of 2 labels"),
+                          (tmp_path / "gone", "is neither a folder")):
+        with pytest.raises(ModelError, match=message):
+            Rewarder(config("exact", model=RewardModelConfig(path=str(path))))
+    with pytest.raises(ModelError, match="is neither a folder"):
+        Rewarder(config("exact", judge=JudgeConfig(path=str(tmp_path / "gone"))))

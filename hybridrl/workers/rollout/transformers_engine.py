@@ -37,22 +37,29 @@ class TransformersEngine(RolloutEngine):
     """Decodes with the transformers model class, its own copy of the weights, one rank.
 
     Args:
-        model_path: folder with the model's config.json; weights are not read from it.
+        model_path: folder with the model's config.json; weights are not read from it, unless it is frozen.
         device: where the model runs.
         dtype: dtype of the weights.
         stop_ids: token ids that end a response.
         max_running: sequences decoded at a time.
+        frozen: take the folder's weights, and never others.
     """
 
     checkpoint_names = False
 
     def __init__(self, model_path: Path, device: torch.device, dtype: torch.dtype, stop_ids: Sequence[int],
-                 max_running: int = 64, trust_remote_code: bool = False):
+                 max_running: int = 64, trust_remote_code: bool = False, frozen: bool = False):
         super().__init__(stop_ids)
         from transformers import AutoConfig, AutoModelForCausalLM
 
-        config = AutoConfig.from_pretrained(model_path, trust_remote_code=trust_remote_code)
-        self.model = AutoModelForCausalLM.from_config(config, dtype=dtype, trust_remote_code=trust_remote_code)
+        if frozen:
+            self.model = AutoModelForCausalLM.from_pretrained(
+                model_path, dtype=dtype, trust_remote_code=trust_remote_code, use_safetensors=True,
+                local_files_only=True)
+            self.version = 0
+        else:
+            config = AutoConfig.from_pretrained(model_path, trust_remote_code=trust_remote_code)
+            self.model = AutoModelForCausalLM.from_config(config, dtype=dtype, trust_remote_code=trust_remote_code)
         self.model.to(device).eval().requires_grad_(False)
         self.device = device
         self.max_running = max_running

@@ -21,6 +21,8 @@ from hybridrl.workers.rollout.engine import Bucket, Completion, Orders, Request,
 
 CPU_BLOCK = 128
 """Tokens of a KV-cache block on CPU, at most: a sequence takes whole blocks."""
+CPU_STEP_TOKENS = 4096
+"""Tokens of one step on CPU, unless a single sequence may have more."""
 
 ADAPTER_ID = 1
 ADAPTER_RANKS = (1, 8, 16, 32, 64, 128, 256, 320, 512)
@@ -30,23 +32,24 @@ ADAPTER_RANKS = (1, 8, 16, 32, 64, 128, 256, 320, 512)
 class VLLMEngine(RolloutEngine):
     """One vLLM engine, spanning `cfg.tensor_parallel` consecutive ranks of the default process group.
 
-    It samples only after the first `load_weights`. It starts with dummy weights and takes whole models; with `lora` it
-    reads its weights from the folder, and takes adapters.
+    It samples only after the first `load_weights`, unless it is frozen. It starts with dummy weights and takes whole
+    models; with `lora` it reads its weights from the folder, and takes adapters.
 
     Args:
-        model_path: folder with the model's config.json, and with `lora` its weights.
+        model_path: folder with the model's config.json; weights are read from it with `lora` or when it is frozen.
         cfg: rollout options.
         device: cpu or cuda device of this rank.
         stop_ids: token ids that end a response.
         seed: base seed of requests without one of their own.
         lora, adapted: the adapters that `load_weights` brings, and the names of their layers.
+        frozen: take the folder's weights, never others, and never sleep.
     Raises:
         ModelError: vLLM does not support the model. ConfigError: nor the options for it.
     """
 
     def __init__(self, model_path: Path, cfg: RolloutConfig, device: torch.device, stop_ids: Sequence[int],
                  trust_remote_code: bool = False, seed: int = 0, lora: LoRAConfig | None = None,
-                 adapted: Sequence[str] = ()):
+                 adapted: Sequence[str] = (), frozen: bool = False):
         super().__init__(stop_ids)
         if lora and device.type == "cpu" and _has_experts(model_path, trust_remote_code):
             raise ConfigError("policy.sync.lora must be merged for a mixture of experts on CPU, got 'adapter': "
@@ -64,9 +67,14 @@ class VLLMEngine(RolloutEngine):
             _count_ranks_eagerly()
         options: dict[str, Any] = {"enforce_eager": cfg.enforce_eager or not self.cuda, "load_format": "dummy"}
         if self.cuda:
-            options |= {"enable_sleep_mode": True, "gpu_memory_utilization": cfg.gpu_memory_frac}
+            options |= {"enable_sleep_mode": not frozen, "gpu_memory_utilization": cfg.gpu_memory_frac}
         else:
-            options["kv_cache_memory_bytes"] = _cache_bytes(model_path, cfg, trust_remote_code)
+            longest = cfg.max_prompt_tokens + cfg.max_response_tokens
+            # Prompts whole: a CPU generator can't take back the noise that vLLM draws for a part of one.
+            options |= {"kv_cache_memory_bytes": _cache_bytes(model_path, cfg, trust_remote_code),
+                        "enable_chunked_prefill": False, "max_num_batched_tokens": max(CPU_STEP_TOKENS, longest)}
+        if frozen:
+            options["load_format"] = "safetensors"
         if lora:
             options |= {"enable_lora": True, "max_loras": 1, "load_format": "safetensors",
                         "max_lora_rank": next(size for size in ADAPTER_RANKS if size >= lora.rank),
@@ -74,7 +82,7 @@ class VLLMEngine(RolloutEngine):
         try:
             self.llm = LLM(
                 model=str(model_path), dtype=rollout_dtype(cfg, device), tensor_parallel_size=cfg.tensor_parallel,
-                distributed_executor_backend="external_launcher",
+                distributed_executor_backend="external_launcher", use_tqdm_on_load=False,
                 max_model_len=cfg.max_prompt_tokens + cfg.max_response_tokens, max_num_seqs=cfg.max_running,
                 skip_tokenizer_init=True, logprobs_mode="processed_logprobs", seed=seed,
                 trust_remote_code=trust_remote_code, disable_log_stats=True, **options)
@@ -89,6 +97,9 @@ class VLLMEngine(RolloutEngine):
         if shared_memory:
             _unlink_shared_memory(shared_memory)
         self.engine = self.llm.llm_engine
+        if frozen:
+            self.version = 0
+            self.engine.engine_core.set_weight_version("0")
         self.peers, self.leader = _peers(cfg.tensor_parallel)
         self._early: list[Any] = []
 
