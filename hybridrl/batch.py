@@ -41,22 +41,25 @@ FIELDS: dict[str, Field] = {
     "answer": Field("", object, "data", "reference answer handed to the reward; may be None"),
     "task": Field("", object, "data", "anything else the reward needs (for instance a reasoning-gym entry)"),
     "group_ids": Field("", torch.int64, "data", "equal for responses to the same prompt"),
-    "trajectory_ids": Field("", torch.int64, "data", "equal for rows of one trajectory, where one has several"),
-    "agent_ids": Field("", torch.int64, "data", "who acts in the row, where several agents have their own baselines"),
+    "episode_ids": Field("", torch.int64, "loop", "number of the row's episode, never used twice"),
     "seeds": Field("", torch.int64, "data", "sampling seed of the row: does not depend on how work is split"),
     # written by the rollout engine
-    "response_ids": Field("R", torch.int64, "rollout", "sampled token ids, end token included"),
+    "response_ids": Field("R", torch.int64, "rollout", "sampled token ids, end token included; observations between"),
     "response_mask": Field("R", torch.bool, "rollout", "true on tokens the policy sampled and may train on"),
-    "rollout_log_probs": Field("R", torch.float32, "rollout", "log-probs of the distribution sampled from"),
-    "weight_versions": Field("R", torch.int64, "rollout", "weight version that produced each token"),
-    "finish_reason": Field("", object, "rollout", "'stop', 'length' or 'aborted'"),
+    "rollout_log_probs": Field("R", torch.float32, "rollout", "log-probs as sampled; 0 on observations"),
+    "weight_versions": Field("R", torch.int64, "rollout", "weight version of each token; -1 on observations"),
+    "finish_reason": Field("", object, "rollout", "why it ended: one of FINISH_REASONS"),
     "response": Field("", object, "rollout", "decoded response, special tokens removed"),
+    "trajectory_ids": Field("", torch.int64, "rollout", "equal for the rows of one agent in one episode"),
+    "agent_ids": Field("", torch.int64, "rollout", "who acts in the row, for baselines by agent"),
+    "agent": Field("", object, "rollout", "name of the agent that acts in the row"),
+    "turns": Field("", object, "rollout", "the row's turns in order: what was shown, what was written, rewards, place"),
     # written by rewards
     "rewards": Field("", torch.float32, "rewards", "score of the row; NaN where scoring failed"),
     "outcomes": Field("", torch.float32, "loop", "rewards as the environment gave them, before shaping"),
     "greedy_rewards": Field("", torch.float32, "loop", "reward of the likeliest response to the row's prompt"),
     "response_lengths": Field("", torch.int64, "loop", "tokens that the policy sampled, rows out of the loss included"),
-    "token_rewards": Field("R", torch.float32, "loop", "rewards by token, where a penalty by token is part of them"),
+    "token_rewards": Field("R", torch.float32, "loop", "rewards by token: of turns, and where penalties are by token"),
     "reward_components": Field("K", torch.float32, "rewards", "unweighted score of each part of the reward, or NaN"),
     "reward_error": Field("", object, "rewards", "None, or why the row has no reward"),
     # written by the training engine
@@ -76,6 +79,17 @@ FIELDS: dict[str, Field] = {
     "loss_weights": Field("R", torch.float32, "loop", "coefficient of each token's loss in the mini-batch total"),
     "correction_weights": Field("R", torch.float32, "loop", "rollout-correction weight times keep mask"),
 }
+
+FINISH_REASONS: dict[str, str] = {
+    "stop": "the response ended with an end token",
+    "length": "the last response was cut at its limit of tokens",
+    "aborted": "the engine gave the response up",
+    "done": "the environment ended the episode",
+    "max_turns": "the episode had as many turns as it may have",
+    "overflow": "the next observation did not fit the context",
+    "failed": "the episode failed: `reward_error` says why",
+}
+"""Values of `finish_reason`; the last four are those of episodes."""
 
 
 def make_batch(**fields: Any) -> TensorDict:

@@ -8,6 +8,8 @@ The policy's two engines share the devices and take turns: `generate` runs on th
 from `log_probs` to `update` on the training engine, and `sync_weights` moves to the other side.
 """
 
+from functools import partial
+
 from tensordict import TensorDict
 
 from hybridrl.algorithms.algorithm import Algorithm
@@ -17,7 +19,7 @@ from hybridrl.batch import concat, num_rows, repeat, select
 from hybridrl.command_line import recipe
 from hybridrl.config import GRPOConfig
 from hybridrl.controller.cluster import Cluster
-from hybridrl.controller.evaluation import Evaluation
+from hybridrl.controller.evaluation import Evaluation, respond
 from hybridrl.controller.reward_groups import reward_groups
 from hybridrl.controller.run import Run
 from hybridrl.controller.worker_group import WorkerGroup
@@ -51,7 +53,7 @@ def main(cfg: GRPOConfig) -> None:
                 ReferenceWorker, pool, cfg.policy.model, cfg.policy.training, cfg.policy.rollout.temperature,
                 role="reference")
 
-        evaluate = Evaluation(cfg, run, policy, rewards, problems)
+        evaluate = Evaluation(cfg, run, partial(respond, policy, rewards), problems)
         parts = {"policy": policy, "prompts": prompts, "algorithm": algorithm}
         if run.restore(**parts) == 0 and problems is not None:
             run.log(0, evaluate(0))

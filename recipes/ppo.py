@@ -8,6 +8,8 @@ The critic shares the policy's devices, where the two take turns, or has devices
 both work at the same time, because each call below is started before the other's result is waited for.
 """
 
+from functools import partial
+
 from hybridrl.algorithms.algorithm import Algorithm
 from hybridrl.algorithms.partials import total
 from hybridrl.algorithms.values import ValueLoss
@@ -15,7 +17,7 @@ from hybridrl.batch import num_rows, repeat
 from hybridrl.command_line import recipe
 from hybridrl.config import PPOConfig
 from hybridrl.controller.cluster import Cluster
-from hybridrl.controller.evaluation import Evaluation
+from hybridrl.controller.evaluation import Evaluation, respond
 from hybridrl.controller.reward_groups import reward_groups
 from hybridrl.controller.run import Run
 from hybridrl.controller.worker_group import WorkerGroup
@@ -53,7 +55,7 @@ def main(cfg: PPOConfig) -> None:
             reference = policy if cfg.policy.training.lora.rank else WorkerGroup(
                 ReferenceWorker, pool, cfg.policy.model, cfg.policy.training, cfg.policy.rollout.temperature,
                 role="reference")
-        evaluate = Evaluation(cfg, run, policy, rewards, problems)
+        evaluate = Evaluation(cfg, run, partial(respond, policy, rewards), problems)
         parts = {"policy": policy, "critic": critic, "prompts": prompts, "algorithm": algorithm}
         if run.restore(**parts) == 0 and problems is not None:
             run.log(0, evaluate(0))

@@ -1,14 +1,14 @@
 """Held-out problems, answered on the rollout engine and scored."""
 
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
 from tensordict import TensorDict
 
 from hybridrl.algorithms.evaluation import avg_at_k, maj_at_k, pass_at_k
-from hybridrl.batch import num_rows, repeat, require
+from hybridrl.batch import num_rows, repeat, require, select
 from hybridrl.data import PromptSet, row_seeds
 from hybridrl.rewards.numbers import final_number_text
 
@@ -18,7 +18,17 @@ CORRECT = 1.0
 """A response whose reward is at least this solved its problem."""
 
 
-def answer(policy: Any, rewards: Any, problems: PromptSet, samples: int, seed: int, limit: int = 0,
+Responder = Callable[[TensorDict, float | None], TensorDict]
+"""Answers a batch at a temperature and scores the answers: `partial(respond, policy, rewards)`, or with an environment
+`partial(play, policy)`."""
+
+
+def respond(policy: Any, rewards: Any, batch: TensorDict, temperature: float | None = None) -> TensorDict:
+    """One response a row, scored by reward functions."""
+    return rewards(policy.generate(batch, temperature))
+
+
+def answer(responder: Responder, problems: PromptSet, samples: int, seed: int, limit: int = 0,
            temperature: float | None = None) -> TensorDict:
     """Scored responses, `samples` to each of the first `limit` problems (0: all), rows of a problem together.
 
@@ -27,7 +37,7 @@ def answer(policy: Any, rewards: Any, problems: PromptSet, samples: int, seed: i
     count = min(limit, len(problems)) if limit else len(problems)
     batch = repeat(problems.batch(range(count)), samples)
     batch["seeds"] = row_seeds(seed, SEED_STEP, num_rows(batch))
-    return rewards(policy.generate(batch, temperature))
+    return responder(batch, temperature)
 
 
 class Evaluation:
@@ -35,12 +45,12 @@ class Evaluation:
 
     Args:
         cfg: a recipe's options, with `trainer` and `seed`.
-        run: counts the seconds. policy, rewards: answer and score.
+        run: counts the seconds. responder: answers and scores.
         problems: None turns evaluation off.
     """
 
-    def __init__(self, cfg: Any, run: Any, policy: Any, rewards: Any, problems: PromptSet | None):
-        self.cfg, self.run, self.policy, self.rewards, self.problems = cfg, run, policy, rewards, problems
+    def __init__(self, cfg: Any, run: Any, responder: Responder, problems: PromptSet | None):
+        self.cfg, self.run, self.responder, self.problems = cfg, run, responder, problems
 
     def __call__(self, step: int) -> dict[str, float]:
         """The metrics of a step; empty when it is not due."""
@@ -49,14 +59,22 @@ class Evaluation:
         if self.problems is None or not due:
             return {}
         with self.run.phase("evaluate"):
-            batch = answer(self.policy, self.rewards, self.problems, trainer.eval_samples, self.cfg.seed,
+            batch = answer(self.responder, self.problems, trainer.eval_samples, self.cfg.seed,
                            trainer.eval_prompts, trainer.eval_temperature)
         return {"eval/accuracy": accuracy(batch)}
 
 
 def accuracy(batch: TensorDict) -> float:
-    """Mean reward of the scored rows; NaN when none could be scored."""
-    return float(torch.nanmean(batch["rewards"].double()))
+    """Mean reward of the scored responses or trajectories; NaN when none could be scored."""
+    return float(torch.nanmean(one_row_each(batch)["rewards"].double()))
+
+
+def one_row_each(batch: TensorDict) -> TensorDict:
+    """The last row of each trajectory; all rows of a batch that was not played in an environment."""
+    if "trajectory_ids" not in batch.keys():
+        return batch
+    last = {trajectory: row for row, trajectory in enumerate(batch["trajectory_ids"].tolist())}
+    return select(batch, list(last.values()))
 
 
 def evaluation_metrics(batch: TensorDict, ks: Sequence[int]) -> dict[str, float]:
@@ -66,9 +84,11 @@ def evaluation_metrics(batch: TensorDict, ks: Sequence[int]) -> dict[str, float]
     final number, or its text where it has none.
 
     Args:
-        batch: `rewards`, `group_ids` and `response` of whole groups.
+        batch: `rewards`, `group_ids` and `response` of whole groups. Of a trajectory that is several rows, the last
+            counts.
     """
     require(batch, "rewards", "group_ids", "response")
+    batch = one_row_each(batch)
     groups: dict[int, list[tuple[float, str]]] = {}
     rows = zip(batch["group_ids"].tolist(), batch["rewards"].tolist(), batch["response"], strict=True)
     for group, reward, response in rows:

@@ -78,6 +78,10 @@ class Step(NamedTuple):
     token_rewards: Sequence[float] | None = None
 
 
+Stepped = Step | tuple[Observation, Rewards, bool, Mapping[str, Any]]
+"""What `step` may return."""
+
+
 @dataclass(frozen=True, slots=True)
 class Turn:
     """One action, what was shown before it, and what came of it. `rewards` are by agent."""
@@ -120,7 +124,7 @@ class Environment:
         """Begin an episode; returns the first observation. None shows the row's own prompt."""
         return None
 
-    def step(self, action: Action) -> Step | tuple[Observation, Rewards, bool, Mapping[str, Any]]:
+    def step(self, action: Action) -> Stepped:
         """Take an action; returns what it led to."""
         raise NotImplementedError
 
@@ -147,11 +151,11 @@ class AsyncEnvironment(Environment):
         """As of Environment."""
         return None
 
-    async def step(self, action: Action) -> Step | tuple[Observation, Rewards, bool, Mapping[str, Any]]:
+    async def step(self, action: Action) -> Stepped:  # type: ignore[override]
         """As of Environment."""
         raise NotImplementedError
 
-    async def state(self) -> Any:  # type: ignore[override]
+    async def state(self) -> Any:
         """As of Environment."""
         return None
 

@@ -53,6 +53,10 @@ class Session(ABC):
         return True
 
     @abstractmethod
+    async def dismiss(self) -> None:
+        """Let the environment close."""
+
+    @abstractmethod
     async def close(self) -> None:
         """End it, whatever it is doing."""
 
@@ -90,12 +94,11 @@ class EnvironmentPool:
             await session.close()
 
     async def close(self) -> None:
-        """End all sessions and processes. Those that were not released are killed."""
+        """End all sessions and processes; environments that are idle get to close, the others are killed."""
         idle, self._idle = self._idle, []
+        await asyncio.gather(*(session.dismiss() for session in idle))
         if self._server is not None:
             self._server.close()
-        else:
-            await asyncio.gather(*(session.close() for session in idle))
 
 
 class _LoopSession(Session):
@@ -145,10 +148,13 @@ class _LoopSession(Session):
 
         return await self._call(work())
 
-    async def close(self) -> None:
+    async def dismiss(self) -> None:
         if self._environment is not None:
             with contextlib.suppress(EnvironmentFailure):
                 await self._call(self._environment.close())
+
+    async def close(self) -> None:
+        await self.dismiss()
 
 
 class _Server:
@@ -291,6 +297,11 @@ class _ProcessSession(Session):
 
     def alive(self) -> bool:
         return not self._reader.at_eof()
+
+    async def dismiss(self) -> None:
+        self._writer.close()
+        with contextlib.suppress(ConnectionError):
+            await self._writer.wait_closed()
 
     async def close(self) -> None:
         self._writer.close()

@@ -12,13 +12,14 @@ MAX_REPLY_BYTES = 1 << 20
 """Longest answer of an environment, as JSON; a longer one would not fit any context."""
 MAX_REWARD = 1e30
 """Rewards are float32."""
-FAILURES = ("raised", "invalid", "timeout", "died")
-"""What can go wrong with an environment: it raised; returned what the contract does not allow; gave no result in
-time; or its process ended."""
+FAILURES = ("raised", "invalid", "timeout", "died", "overflow", "aborted")
+"""What can go wrong with an episode. The environment raised; returned what the contract or the chat template does not
+allow; gave no result in time (or the episode took too long); its process ended; already its first observation is
+longer than the context; the engine gave a turn up."""
 
 
 class EnvironmentFailure(Exception):
-    """An environment did not do its part; it costs the episode. `kind` is one of FAILURES."""
+    """What an episode failed of. `kind` is one of FAILURES."""
 
     def __init__(self, kind: str, text: str):
         super().__init__(kind, text)

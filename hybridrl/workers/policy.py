@@ -19,11 +19,13 @@ from tensordict import TensorDict
 
 from hybridrl.algorithms.partials import Partial
 from hybridrl.batch import num_rows, put, require, rows_of
-from hybridrl.config import PolicyConfig
+from hybridrl.config import EnvironmentConfig, PolicyConfig
 from hybridrl.dispatch import over_rows, to_all
 from hybridrl.models import resolve_model, stop_ids
 from hybridrl.workers.base import WorkerContext
 from hybridrl.workers.rollout.engine import Completion, Request, RolloutEngine
+from hybridrl.workers.rollout.episode_rows import episode_batch, tasks_of
+from hybridrl.workers.rollout.episodes import EpisodeRunner
 from hybridrl.workers.rollout.transformers_engine import TransformersEngine
 from hybridrl.workers.rollout.vllm_engine import VLLMEngine, rollout_dtype
 from hybridrl.workers.trainer import TrainerWorker
@@ -67,6 +69,8 @@ class PolicyWorker(TrainerWorker):
         self.changed = True
         """Whether training holds other weights than this version."""
         self.metrics: dict[str, float] = {}
+        self.seed = seed
+        self._runners: dict[str, EpisodeRunner] = {}
         self.rollout.sleep()
 
     def _build_rollout(self, seed: int) -> RolloutEngine:
@@ -173,6 +177,42 @@ class PolicyWorker(TrainerWorker):
             self._write(batch, completions)
         return batch
 
+    @over_rows(axis="rollout")
+    def play(self, batch: TensorDict, environment: EnvironmentConfig, temperature: float | None = None) -> TensorDict:
+        """Play an episode a row, all at the same time, and score them.
+
+        Args:
+            batch: what the environment's task is made of: `prompt`, `answer`, `task`, where it needs them. Rows with
+                equal `group_ids` play the same task. `seeds` are those of sampling, `episode_ids` number the episodes
+                (`Player` writes them).
+            environment: the environment and its limits.
+            temperature: default `policy.rollout.temperature`; 0 takes the most likely token.
+        Returns:
+            One row for each conversation that could be kept as one sequence, in order of episodes: an episode has
+            several where the chat template rewrites history, or where several agents act. The columns of `batch`,
+            `prompt_ids` anew, those that `generate` writes, `rewards` (of the whole trajectory; NaN where the episode
+            failed), `token_rewards`, `reward_error`, `trajectory_ids`, `agent` and `turns`.
+        Raises:
+            EpisodeError: no environment can be started. ModelError: the tokenizer has no chat template.
+        """
+        self._enter(Phase.ROLLOUT)
+        require(batch, "episode_ids")
+        tasks = tasks_of(batch, self.seed)
+        seeds = batch["seeds"].tolist() if "seeds" in batch.keys() else [None] * num_rows(batch)
+        runner = self._runner(environment)
+        episodes = runner.play(tasks, seeds, self.cfg.rollout.temperature if temperature is None else temperature)
+        if not self.rollout.leads:
+            return batch
+        self.metrics |= runner.metrics
+        return episode_batch(batch, episodes, runner.chat.plain)
+
+    def _runner(self, environment: EnvironmentConfig) -> EpisodeRunner:
+        """The runner of an environment; its processes stay from call to call."""
+        key = repr(environment)
+        if key not in self._runners:
+            self._runners[key] = EpisodeRunner(self.rollout, self.tokenizer, self.cfg.rollout, environment)
+        return self._runners[key]
+
     def _write(self, batch: TensorDict, completions: list[Completion]) -> None:
         put(batch, "response_ids", [c.token_ids for c in completions])
         put(batch, "response_mask", [[True] * len(c.token_ids) for c in completions])
@@ -209,4 +249,6 @@ class PolicyWorker(TrainerWorker):
         self.version, self.changed = numbers["version"], bool(numbers["changed"])
 
     def close(self) -> None:
+        for runner in self._runners.values():
+            runner.close()
         self.rollout.close()

@@ -5,8 +5,17 @@ import torch
 
 from hybridrl.algorithms.partials import finalize
 from hybridrl.batch import lengths, make_batch, num_rows, padded, repeat, select, split
-from hybridrl.config import LoRAConfig, ModelConfig, PolicyConfig, RolloutConfig, SyncConfig, TrainingConfig
+from hybridrl.config import (
+    EnvironmentConfig,
+    LoRAConfig,
+    ModelConfig,
+    PolicyConfig,
+    RolloutConfig,
+    SyncConfig,
+    TrainingConfig,
+)
 from hybridrl.controller import WorkerGroup
+from hybridrl.controller.player import Player
 from hybridrl.errors import WorkerError
 from tests.distributed.probe import ProbeWorker, plain_loss
 from tests.models import tiny_model
@@ -233,3 +242,60 @@ def test_a_failure_names_role_rank_and_step(ray_cluster, folders):
     with pytest.raises(WorkerError, match=r"policy rank 0 at step 3: .*prompt_ids"):
         policy.generate(make_batch(group_ids=torch.arange(1)))
     pool.close()
+
+
+# ---- episodes
+
+GUESSING = EnvironmentConfig(name="guess", options={"rules": "{low}-{high}?", "guesses": 2}, max_turn_tokens=3)
+VERIFYING = EnvironmentConfig(name="verifier", options={"function": "numeric"})
+
+
+def guesses(rows: int):
+    return make_batch(group_ids=torch.arange(rows) // 2, seeds=torch.arange(rows) + 500)
+
+
+def test_episodes_are_exact_whatever_the_layout(policies, fresh):
+    """Every sampled token is the one that training sees, in the place where it was sampled: the log-probs agree."""
+    batches = [policies(layout).log_probs(Player(GUESSING)(policies(layout), guesses(7))) for layout in LAYOUTS]
+    for batch in batches:
+        mask = batch["response_mask"].values()
+        gap = (batch["rollout_log_probs"].values() - batch["old_log_probs"].values()).abs()
+        assert float(gap[mask].max()) < GAP
+        assert set(batch["weight_versions"].values()[~mask].tolist()) == {-1}
+        assert set(batch["reward_error"]) == {None} and set(batch["finish_reason"]) <= {"done", "length"}
+        assert any(len(turns) == 2 for turns in batch["turns"])
+        for name in ("prompt_ids", "response_ids"):
+            assert batch[name].values().tolist() == batches[0][name].values().tolist()
+        assert batch["rewards"].tolist() == batches[0]["rewards"].tolist()
+    observed = batches[0]["response_ids"].values()[~batches[0]["response_mask"].values()]
+    assert 1 in observed.tolist()  # the end of a turn that was cut is the template's, not the policy's
+
+
+def test_a_single_turn_is_what_generate_gives(policies, fresh):
+    policy, drawn = policies("1"), prompts(5, seed=9)
+    text = make_batch(prompt=["2+2=", "1*7=", "9-3=", "5=", "6/2="], answer=["4"] * 5, group_ids=torch.arange(5),
+                      seeds=drawn["seeds"])
+    play = Player(VERIFYING)
+    played = play(policy, text)
+    generated = policy.generate(make_batch(prompt_ids=list(played["prompt_ids"].unbind()), seeds=drawn["seeds"]))
+    assert generated["response_ids"].values().tolist() == played["response_ids"].values().tolist()
+    assert generated["rollout_log_probs"].values().tolist() == played["rollout_log_probs"].values().tolist()
+    greedy, again = (list(play(policy, text, temperature=0.0)["response"]) for _ in range(2))
+    assert greedy == again != list(played["response"])
+
+
+def test_episodes_of_any_number_train(policies):
+    from hybridrl.algorithms.algorithm import Algorithm
+    from hybridrl.config import AlgorithmConfig
+
+    algorithm = Algorithm(AlgorithmConfig(responses_per_prompt=2), 16)
+    for layout, rows in (("2x1", 1), ("2x1", 5), ("1x2", 4)):
+        policy = policies(layout)
+        batch = algorithm.shape(policy.log_probs(Player(GUESSING)(policy, guesses(rows))))
+        assert num_rows(batch) == rows
+        batch["advantages"] = algorithm.advantages(batch)
+        batch = algorithm.correct(batch)
+        (mini_batch,) = algorithm.mini_batches(batch)
+        assert policy.update(mini_batch, algorithm.loss)
+    empty = Player(GUESSING)(policies("2x1"), select(guesses(1), []))
+    assert num_rows(empty) == 0

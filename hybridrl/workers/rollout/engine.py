@@ -215,6 +215,11 @@ class RolloutEngine(ABC):
         return [future.result() for future in futures]
 
     @property
+    def cache_tokens(self) -> int | None:
+        """Tokens that the key-value cache holds; None when there is no such limit."""
+        return None
+
+    @property
     def leads(self) -> bool:
         """Whether this rank decides what its tensor-parallel group submits."""
         return True

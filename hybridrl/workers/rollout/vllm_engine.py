@@ -136,6 +136,11 @@ class VLLMEngine(RolloutEngine):
         self.engine.abort_request(list(request_ids))
 
     @property
+    def cache_tokens(self) -> int | None:
+        cache = self.engine.vllm_config.cache_config
+        return cache.num_gpu_blocks * cache.block_size if cache.num_gpu_blocks else None
+
+    @property
     def leads(self) -> bool:
         return dist.get_rank() == self.leader
 
