@@ -139,7 +139,7 @@ class RolloutEngine(ABC):
         self._inbox.put((request_id, request))
         return future
 
-    def drive(self, futures: Sequence[Future[Completion]], deadline_s: float = math.inf) -> None:
+    def drive(self, futures: Sequence[Future[Any]], deadline_s: float = math.inf) -> None:
         """Run the loop until all of `futures` are done.
 
         Every tensor-parallel peer calls this; what the first peer submits is what all of them run. An error ends
@@ -171,7 +171,7 @@ class RolloutEngine(ABC):
             state = "asleep" if not self.awake else "without loaded weights"
             raise PhaseError(f"the rollout engine is {state}: sync weights before sampling.")
 
-    def _orders(self, futures: Sequence[Future[Completion]], began: float, deadline_s: float) -> Orders:
+    def _orders(self, futures: Sequence[Future[Any]], began: float, deadline_s: float) -> Orders:
         cancelled = _drained(self._cancelled)  # before the arrivals: what is cancelled has arrived
         waiting = sum(not f.done() for f in futures)
         late = waiting and time.monotonic() - began > deadline_s
