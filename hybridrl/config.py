@@ -143,7 +143,7 @@ class TrainingConfig:
     max_skipped_steps: int = 3
     """Optimizer steps in a row that may be skipped for non-finite gradients before the run stops."""
     micro_batch_tokens: int = 8192
-    """Token budget of one forward and backward pass on one rank; a longer sequence gets a pass of its own."""
+    """Token budget of one forward and backward pass on one rank; the longest sequence must fit."""
     shard_ranks: int = 0
     """Ranks that one copy of the model is sharded over; groups of this size hold a copy each. 0 takes all ranks."""
     context_parallel: int = 1
@@ -154,10 +154,13 @@ class TrainingConfig:
     """Largest gradient of the whole model, float32, that every rank may hold between the micro-batches of an update, in
     GiB; gradients are then added up over ranks once an update. That of a larger model is added up and sharded after
     each micro-batch."""
-    gradient_checkpointing: bool = False
-    """Recompute layer activations in the backward pass."""
+    gradient_checkpointing: str = "none"
+    """What the backward pass computes again to keep less: `none`, `layers` (all but each layer's input) or `selective`
+    (all but matrix products and attention)."""
     offload: str = "auto"
-    """`auto` or `never`: move parameters, gradients and optimizer state to CPU memory during rollout (CUDA only)."""
+    """What lies in CPU memory rather than the GPU's: with `rollout`, parameters and optimizer state while the rollout
+    engine works; with `always`, those and gradients at all times, and the optimizer steps on the CPU; with `never`,
+    nothing. `auto` is `rollout` on GPUs; a CPU has nothing to offload."""
     lora: LoRAConfig = field(default_factory=LoRAConfig)
     """Low-rank adapters: train these, and keep the model's own weights as they are."""
 
@@ -180,7 +183,14 @@ class TrainingConfig:
         check(self.shard_ranks >= 0, f"{key}.shard_ranks", self.shard_ranks, "at least 0")
         check(self.context_parallel >= 1, f"{key}.context_parallel", self.context_parallel, "at least 1")
         check(self.whole_gradient_gib >= 0, f"{key}.whole_gradient_gib", self.whole_gradient_gib, "at least 0")
-        check_choice(f"{key}.offload", self.offload, ("auto", "never"))
+        check_choice(f"{key}.gradient_checkpointing", self.gradient_checkpointing, ("none", "layers", "selective"))
+        check_choice(f"{key}.offload", self.offload, ("auto", "never", "rollout", "always"))
+
+    def check_longest(self, tokens: int, what: str, key: str = "policy.training") -> None:
+        """Raise ConfigError unless the longest sequence, of `tokens` tokens, fits into one micro-batch."""
+        least = -(-tokens // self.context_parallel)
+        check(self.micro_batch_tokens >= least, f"{key}.micro_batch_tokens", self.micro_batch_tokens,
+              f"at least {least}, the tokens that a rank may have of one sequence ({what})")
 
     def check_ranks(self, ranks: int, ranks_key: str, key: str = "policy.training") -> None:
         """Raise ConfigError unless groups of ranks divide the ranks of the pool."""
@@ -213,6 +223,12 @@ class RolloutConfig:
     """Share of a GPU's memory that one engine may use (CUDA)."""
     enforce_eager: bool = False
     """Skip CUDA graphs (CPU engines are always eager)."""
+
+    @property
+    def longest(self) -> tuple[int, str]:
+        """Tokens of the longest sequence, and what makes it so long."""
+        prompt, response = self.max_prompt_tokens, self.max_response_tokens
+        return prompt + response, f"policy.rollout.max_prompt_tokens={prompt} + max_response_tokens={response}"
 
     def validate(self, key: str = "policy.rollout") -> None:
         check_choice(f"{key}.engine", self.engine, ("vllm", "transformers"))
@@ -670,6 +686,9 @@ class TrainerConfig:
     """Any of `tensorboard`, `wandb`, `mlflow`; `metrics.jsonl` is always written."""
     save_samples: int = 4
     """Rows of each step written to `samples.jsonl`."""
+    dry_run: bool = False
+    """Before the first step, take the largest possible micro-batch through forward and backward passes: says what it
+    takes and what is left, or stops with the largest `micro_batch_tokens` that fits."""
 
     def validate(self) -> None:
         check(self.steps >= 0, "trainer.steps", self.steps, "at least 0")
@@ -727,6 +746,7 @@ class GRPOConfig:
         check(ranks % shared == 0, "cluster.ranks", ranks, f"a multiple of policy.rollout.tensor_parallel={shared}")
         self.policy.training.check_ranks(ranks, "cluster.ranks")
         self.reward.check_placement(self.cluster, self.policy.rollout)
+        self.policy.training.check_longest(*self.policy.rollout.longest)
         temperature = self.policy.rollout.temperature
         check(temperature > 0, "policy.rollout.temperature", temperature, "positive to train")
         prompts = self.trainer.prompts_per_step
@@ -769,6 +789,7 @@ class PPOConfig(GRPOConfig):
         check(not self.algorithm.dynamic_sampling.enabled, "algorithm.dynamic_sampling.enabled", True,
               "false with a critic, which learns from groups of equal rewards, too")
         own = self.critic.ranks
+        self.critic.training.check_longest(*self.policy.rollout.longest, "critic.training")
         self.critic.training.check_ranks(own or self.cluster.ranks, "critic.ranks" if own else "cluster.ranks",
                                          "critic.training")
         if self.cluster.backend == "local":
@@ -803,6 +824,7 @@ class SFTConfig:
     def validate(self) -> None:
         check_seed(self.seed)
         check(self.max_tokens >= 2, "max_tokens", self.max_tokens, "at least 2")
+        self.policy.training.check_longest(self.max_tokens, f"max_tokens={self.max_tokens}")
         self.policy.training.check_ranks(self.cluster.ranks, "cluster.ranks")
 
 

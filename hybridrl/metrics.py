@@ -13,16 +13,20 @@ from hybridrl.errors import DataError
 MACHINE = ("time/", "memory/")
 """Prefixes of metrics that differ from one execution to the next."""
 
+PEAK = "_peak_bytes"
+"""Ending of metrics of which the largest counts."""
+
 WATCHED = {"reward": ("reward/mean",), "tokens": ("response/length_mean",),
            "kl": ("policy/ref_kl", "policy/approx_kl_k3"), "s": ("time/step",)}
 """What the progress line shows: label, and the metric, or where it is missing the next one."""
 
 
 def average(parts: Sequence[Mapping[str, float]]) -> dict[str, float]:
-    """Mean of each metric over the dictionaries that have it; {} for none."""
+    """Mean of each metric over the dictionaries that have it, the largest if its name ends in PEAK; {} for none."""
     names = dict.fromkeys(name for part in parts for name in part)
     values = {name: [float(part[name]) for part in parts if name in part] for name in names}
-    return {name: math.fsum(given) / len(given) for name, given in values.items()}
+    return {name: max(given) if name.endswith(PEAK) else math.fsum(given) / len(given)
+            for name, given in values.items()}
 
 
 def deterministic(metrics: Mapping[str, float]) -> dict[str, float]:

@@ -53,6 +53,9 @@ def main(cfg: GRPOConfig) -> None:
                 ReferenceWorker, pool, cfg.policy.model, cfg.policy.training, cfg.policy.rollout.temperature,
                 role="reference")
 
+        if cfg.trainer.dry_run:
+            rows = cfg.trainer.prompts_per_step * cfg.algorithm.responses_per_prompt
+            run.say(policy.dry_run(rows, longest, cfg.policy.rollout.max_response_tokens, algorithm.loss)[0])
         evaluate = Evaluation(cfg, run, partial(respond, policy, rewards), problems)
         parts = {"policy": policy, "prompts": prompts, "algorithm": algorithm}
         if run.restore(**parts) == 0 and problems is not None:

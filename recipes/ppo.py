@@ -55,6 +55,10 @@ def main(cfg: PPOConfig) -> None:
             reference = policy if cfg.policy.training.lora.rank else WorkerGroup(
                 ReferenceWorker, pool, cfg.policy.model, cfg.policy.training, cfg.policy.rollout.temperature,
                 role="reference")
+        if cfg.trainer.dry_run:
+            rows = cfg.trainer.prompts_per_step * cfg.algorithm.responses_per_prompt
+            run.say(policy.dry_run(rows, longest, cfg.policy.rollout.max_response_tokens, algorithm.loss)[0])
+            run.say(critic.dry_run(rows, longest, cfg.policy.rollout.max_response_tokens)[0])
         evaluate = Evaluation(cfg, run, partial(respond, policy, rewards), problems)
         parts = {"policy": policy, "critic": critic, "prompts": prompts, "algorithm": algorithm}
         if run.restore(**parts) == 0 and problems is not None:
@@ -93,7 +97,7 @@ def main(cfg: PPOConfig) -> None:
             metrics = algorithm.describe(batch, version) | total(updates)
             with run.phase("sync"):
                 version = policy.sync_weights()[0]
-            metrics |= average(policy.take_metrics()) | rewards.metrics
+            metrics |= average(policy.take_metrics() + critic.take_metrics()) | rewards.metrics
             run.log(step, metrics | evaluate(step))
             run.samples(step, batch)
             run.checkpoint(step, **parts)

@@ -14,6 +14,7 @@ from hybridrl.controller.cluster import Cluster
 from hybridrl.controller.run import Run
 from hybridrl.controller.worker_group import WorkerGroup
 from hybridrl.data import PromptLoader, load_examples
+from hybridrl.metrics import average
 from hybridrl.models import load_tokenizer
 from hybridrl.workers.trainer import TrainerWorker
 
@@ -26,6 +27,8 @@ def main(cfg: SFTConfig) -> None:
         data = load_examples(cfg.data, load_tokenizer(cfg.policy.model), cfg.max_tokens)
         examples = PromptLoader(data, seed=cfg.seed, shuffle=cfg.data.shuffle)
         policy = WorkerGroup(TrainerWorker, pool, cfg.policy.model, cfg.policy.training, role="policy")
+        if cfg.trainer.dry_run:
+            run.say(policy.dry_run(cfg.trainer.prompts_per_step, 1, cfg.max_tokens - 1)[0])
         run.restore(policy=policy, examples=examples)
 
         for step, batch in run.steps(examples):
@@ -34,7 +37,7 @@ def main(cfg: SFTConfig) -> None:
             batch["loss_weights"] = unpadded(weights, like=batch["response_ids"])
             with run.phase("update"):
                 metrics = policy.update(batch, sft_loss)
-            run.log(step, finalize(metrics))
+            run.log(step, finalize(metrics) | average(policy.take_metrics()))
             run.checkpoint(step, policy=policy, examples=examples)
 
         if cfg.trainer.export:

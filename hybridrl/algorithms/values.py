@@ -85,6 +85,6 @@ class ValueLoss:
         """
         mask, returns = columns["response_mask"], columns["returns"]
         result = value_loss(values, columns["values"], returns, mask, clip=self.clip)
-        metrics = result.metrics | {
-            "value_mean": mean_of(values, mask), "return_mean": mean_of(returns, mask)}
+        metrics: dict[str, Partial] = {
+            **result.metrics, "value_mean": mean_of(values, mask), "return_mean": mean_of(returns, mask)}
         return aggregate(result.loss, columns["loss_weights"], mask), metrics

@@ -1,10 +1,13 @@
 """What every worker is told about itself."""
 
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 
 import torch
 
-from hybridrl.dispatch import RowCosts
+from hybridrl.dispatch import RowCosts, to_all
+from hybridrl.workers.memory import peak_memory
 
 
 @dataclass(frozen=True, slots=True)
@@ -34,6 +37,8 @@ class Worker:
         self.role = context.role
         self.step: int | None = None
         """Step of the call that runs; None before the first."""
+        self.metrics: dict[str, float] = {}
+        """What was measured since the last `take_metrics`."""
 
     def peers(self, axis: str) -> int:
         """How many consecutive ranks form one shard of an axis of `over_rows`."""
@@ -42,6 +47,22 @@ class Worker:
     def costs(self, axis: str) -> RowCosts | None:
         """What rows of a batch cost on an axis, as a function that pickles; None: every row the same."""
         return None
+
+    @contextmanager
+    def measured(self, name: str) -> Iterator[None]:
+        """Note the most memory held meanwhile as the metric `memory/<name>_peak_bytes`, the largest of several."""
+        try:
+            with peak_memory(self.device) as peak:
+                yield
+        finally:
+            key = f"memory/{name}_peak_bytes"
+            self.metrics[key] = max(self.metrics.get(key, 0.0), float(peak.bytes))
+
+    @to_all
+    def take_metrics(self) -> dict[str, float]:
+        """What this rank measured since the last call: bytes at most in each phase, and what its class adds."""
+        metrics, self.metrics = self.metrics, {}
+        return metrics
 
     def close(self) -> None:
         """Release what the process would not release by exiting."""

@@ -11,6 +11,7 @@ from hybridrl.batch import lengths, make_batch, padded, put, rows_of, unpadded
 from hybridrl.config import ModelConfig, TrainingConfig
 from hybridrl.dispatch import RowCosts, over_rows, to_all
 from hybridrl.workers.base import Worker, WorkerContext
+from hybridrl.workers.training.dry_run import dry_run
 from hybridrl.workers.training.engine import TrainingEngine
 from hybridrl.workers.training.models import ValueModel
 
@@ -45,11 +46,13 @@ class CriticWorker(Worker):
         response (its finish reason is `length`), 0 for other rows.
         """
         self.training.onload()
+        wanted = _one_longer(batch) if bootstrap else batch
+        with self.measured("critic_values"):
+            values = self.training.values(wanted)
         if not bootstrap:
-            put(batch, "values", self.training.values(batch))
+            put(batch, "values", values)
             return batch
-        longer, sizes = _one_longer(batch), lengths(batch["response_ids"])
-        values = padded(self.training.values(longer))
+        sizes, values = lengths(batch["response_ids"]), padded(values)
         cut = torch.tensor([reason == "length" for reason in batch["finish_reason"]], dtype=torch.bool) & (sizes > 0)
         put(batch, "bootstrap_values", torch.where(cut, values.gather(1, sizes[:, None])[:, 0], 0.0))
         put(batch, "values", unpadded(values, like=batch["response_ids"]))
@@ -67,9 +70,18 @@ class CriticWorker(Worker):
             up over the updates of a step.
         """
         self.training.onload()
-        metrics = self.training.step(batch, loss)
+        with self.measured("critic_update"):
+            metrics = self.training.step(batch, loss)
         metrics["vf_loss"] = metrics.pop("loss")
         return {f"critic/{name}": value for name, value in metrics.items()}
+
+    @to_all
+    def dry_run(self, rows: int, prompt_tokens: int, response_tokens: int) -> str:
+        """As of TrainerWorker."""
+        self.training.onload()
+        found = dry_run(self.training, rows, prompt_tokens, response_tokens)
+        self.training.offload()
+        return found
 
     @to_all
     def offload(self) -> None:

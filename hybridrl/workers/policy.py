@@ -68,7 +68,6 @@ class PolicyWorker(TrainerWorker):
         """How many different weights were synced so far; the rollout engine samples under this version."""
         self.changed = True
         """Whether training holds other weights than this version."""
-        self.metrics: dict[str, float] = {}
         self.seed = seed
         self._runners: dict[str, EpisodeRunner] = {}
         self.rollout.sleep()
@@ -132,12 +131,6 @@ class PolicyWorker(TrainerWorker):
             return float(total - free)
         return float(psutil.Process().memory_info().rss)
 
-    @to_all
-    def take_metrics(self) -> dict[str, float]:
-        """What phase changes and syncs measured since the last call: seconds, bytes, log-prob gap."""
-        metrics, self.metrics = self.metrics, {}
-        return metrics
-
     # ---- rollout
 
     @to_all
@@ -169,7 +162,8 @@ class PolicyWorker(TrainerWorker):
         requests = [Request(ids.tolist(), max_tokens or options.max_response_tokens,
                             options.temperature if temperature is None else temperature, seed)
                     for ids, seed in zip(rows_of(batch["prompt_ids"]), seeds, strict=True)]
-        completions = self.rollout.generate(requests)
+        with self.measured("generate"):
+            completions = self.rollout.generate(requests)
         if self.rollout.first_token_at is not None:
             self.metrics["time/first_token_unix_s"] = self.rollout.first_token_at
             self.rollout.first_token_at = None

@@ -12,6 +12,7 @@ from hybridrl.dispatch import RowCosts, over_rows, to_all
 from hybridrl.errors import BatchError, unknown
 from hybridrl.models import load_tokenizer
 from hybridrl.workers.base import Worker, WorkerContext
+from hybridrl.workers.training.dry_run import dry_run
 from hybridrl.workers.training.engine import LossFunction, TrainingEngine
 
 
@@ -57,7 +58,8 @@ class TrainerWorker(Worker):
             if name not in ("entropies", "sum_squared_probs"):
                 raise BatchError(unknown("column", name, ("entropies", "sum_squared_probs")))
         self.enter_training()
-        result = self.training.log_probs(batch, self.temperature, "entropies" in also)
+        with self.measured("log_probs"):
+            result = self.training.log_probs(batch, self.temperature, "entropies" in also)
         put(batch, "old_log_probs", result["log_probs"])
         if "entropies" in also:
             put(batch, "entropies", result["entropies"])
@@ -90,9 +92,20 @@ class TrainerWorker(Worker):
             `total` adds up over the updates of a step.
         """
         self.enter_training()
-        metrics = self.training.step(batch, loss, self.temperature, getattr(loss, "needs_entropies", False),
-                                     getattr(loss, "candidates", ""))
+        with self.measured("update"):
+            metrics = self.training.step(batch, loss, self.temperature, getattr(loss, "needs_entropies", False),
+                                         getattr(loss, "candidates", ""))
         return {name if "/" in name else f"train/{name}": value for name, value in metrics.items()}
+
+    @to_all
+    def dry_run(self, rows: int, prompt_tokens: int, response_tokens: int, loss: LossFunction | None = None) -> str:
+        """Try the largest micro-batch that a batch of `rows` can make, for updates with `loss`; changes nothing.
+
+        Returns what it took and what is left. Raises ConfigError naming the `micro_batch_tokens` that fit.
+        """
+        self.enter_training()
+        return dry_run(self.training, rows, prompt_tokens, response_tokens, self.temperature,
+                       getattr(loss, "needs_entropies", False))
 
     @to_all
     def save(self, folder: str) -> None:

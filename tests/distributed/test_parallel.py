@@ -36,7 +36,7 @@ LAYOUTS = {
     1: {"one rank": {}},
     2: {"replicas": dict(shard_ranks=1), "context": dict(context_parallel=2),
         "context of replicas": dict(context_parallel=2, shard_ranks=1),
-        "context, recomputed": dict(context_parallel=2, gradient_checkpointing=True)},
+        "context, recomputed": dict(context_parallel=2, gradient_checkpointing="layers")},
     4: {"replicas": dict(shard_ranks=2), "context": dict(context_parallel=2),
         "context in replicas": dict(context_parallel=4, shard_ranks=2)},
 }

@@ -5,6 +5,7 @@ import time
 import traceback
 from datetime import timedelta
 from pathlib import Path
+from unittest.mock import patch
 
 import pytest
 import torch
@@ -89,8 +90,11 @@ def scenario(folders: dict[str, Path], scratch: Path) -> dict:
             ours = engine(folders["llama_tied"], micro_batch_tokens=budget)
             result["cut", name, budget] = train(ours, 2, sizes)
             result["cut weights", name, budget] = weights_of(ours)
-    ours = engine(folders["llama"], gradient_checkpointing=True)
-    result["recomputed"] = train(ours, 3)
+    for mode in ("layers", "selective"):
+        result["recomputed", mode] = train(engine(folders["llama"], gradient_checkpointing=mode), 3)
+    with patch("hybridrl.workers.training.engine.check_offload"):  # the mechanics work without a GPU, to no avail
+        ours = engine(folders["llama"], offload="always")
+        result["offloaded"], result["offloaded weights"] = train(ours, 3), weights_of(ours)
     for gib in (0.0, 4.0):
         ours = engine(folders["llama_tied"], micro_batch_tokens=30, whole_gradient_gib=gib)
         with Reductions() as reductions:
@@ -246,8 +250,14 @@ def test_how_rows_are_spread_does_not_matter(outcome, name, budget):
     assert outcome[2, 0]["cut", name, budget] == outcome[2, 1]["cut", name, budget]
 
 
-def test_recomputed_layers_on_shards(outcome):
-    assert_same_metrics(outcome[2, 0]["recomputed"], outcome[1, 0]["metrics", "llama"], rel=1e-10)
+@pytest.mark.parametrize("mode", ["layers", "selective"])
+def test_recomputed_layers_on_shards(outcome, mode):
+    assert_same_metrics(outcome[2, 0]["recomputed", mode], outcome[1, 0]["metrics", "llama"], rel=1e-10)
+
+
+def test_parameters_that_live_in_cpu_memory(outcome):
+    assert_same_metrics(outcome[2, 0]["offloaded"], outcome[1, 0]["metrics", "llama"], rel=1e-10)
+    assert_same_weights(outcome[2, 0]["offloaded weights"], outcome[2, 0]["weights", "llama"], atol=0)
 
 
 def test_gradients_are_added_up_over_ranks_once_an_update(outcome):

@@ -136,7 +136,7 @@ def test_float32_adapters_on_a_frozen_bfloat16_model(folders, kind):
 
 
 def test_recomputed_layers(folders):
-    plain, recomputed = (engine(folders["llama"], gradient_checkpointing=on) for on in (False, True))
+    plain, recomputed = (engine(folders["llama"], gradient_checkpointing=mode) for mode in ("none", "layers"))
     for seed in range(2):
         a, b = (each.update(random_batch(seed=seed), policy_gradient) for each in (plain, recomputed))
         assert a == pytest.approx(b, rel=1e-3)

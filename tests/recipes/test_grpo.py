@@ -132,15 +132,20 @@ def test_every_algorithm_group_loads(name, grpo):
 
 
 def test_rloo_with_a_penalty_for_leaving_the_reference(run, grpo, tmp_path):
-    """And that old log-probs are exactly the same, whether they get a pass of their own or not."""
+    """And that a dry run and a pass of their own for old log-probs change no number."""
     words = [*grpo, "algorithm=rloo", "algorithm.kl.coefficient=0.1", "policy.rollout.engine=transformers",
              "trainer.trackers=[]", "trainer.export=false"]
     run(*words, f"trainer.run_dir={tmp_path / 'run'}")
-    run(*words, f"trainer.run_dir={tmp_path / 'separate'}", "algorithm.old_log_probs=separate")
+    dry = run(*words, f"trainer.run_dir={tmp_path / 'separate'}", "algorithm.old_log_probs=separate",
+              "trainer.dry_run=true")
+    assert "dry run: a micro-batch of 688 tokens takes" in dry.out  # 16 responses to prompts of 32 + 12 - 1
     separate, reused = metrics(tmp_path / "separate"), metrics(tmp_path / "run")
     name = "train/old_log_probs_reused"
     assert [row[name] for row in reused.values()] == [1, 1] and [row[name] for row in separate.values()] == [0, 0]
     assert reused == {step: {**row, name: 1} for step, row in separate.items()}
+    row = read_metrics(tmp_path / "run" / "metrics.jsonl")[0]
+    phases = [row[f"memory/{name}_peak_bytes"] for name in ("generate", "update")]
+    assert all(2**27 < peak < 2**34 for peak in phases)
     first, second = metrics(tmp_path / "run").values()
     assert first["policy/kl_loss"] == pytest.approx(0, abs=1e-9), "the policy starts as the reference"
     assert second["policy/kl_loss"] > 1e-5

@@ -18,7 +18,7 @@ from torch.distributed.tensor import DTensor, Shard
 
 from hybridrl.algorithms.partials import Balance, Mean, Partial, finalize, merge
 from hybridrl.batch import from_lengths, lengths
-from hybridrl.config import ModelConfig, TrainingConfig
+from hybridrl.config import ModelConfig, TrainingConfig, check
 from hybridrl.errors import BatchError, PhaseError, TrainingError
 from hybridrl.workers.training.checkpoint import load_state, save_state
 from hybridrl.workers.training.context import ContextParallel
@@ -64,8 +64,8 @@ class TrainingEngine:
         self.context = ContextParallel(device, cfg.context_parallel) if cfg.context_parallel > 1 else None
         self.offloaded: set[str] = set()
         """Which of `parameters` and `optimizer` are in CPU memory."""
-        self.model = load_model(module, model, self.mesh, device, dtype, trainable, cfg.gradient_checkpointing,
-                                cfg.lora, self.context)
+        check_offload(cfg, device)
+        self.model = load_model(module, model, self.mesh, device, dtype, trainable, cfg, self.context)
         self.costs = model_costs(self.model)
         self.sharded = any(isinstance(p, DTensor) for p in self.model.parameters())
         trained = [p for p in self.model.parameters() if p.requires_grad]
@@ -100,7 +100,7 @@ class TrainingEngine:
         for name, value in tensors:
             if not isinstance(value, DTensor):
                 value = DTensor.from_local(value, self.mesh, [Shard(0)], run_check=False)
-            yield name, value
+            yield name, value.to(self.device) if self.cfg.offload == "always" else value
 
     def log_probs(self, batch: TensorDict, temperature: float = 1.0, entropies: bool = False) -> dict[str, Tensor]:
         """Log-probs of the response tokens, ragged like `response_ids`, float32 on CPU, in the batch's row order.
@@ -174,8 +174,16 @@ class TrainingEngine:
             BatchError: no rank has rows, or a column does not fit.
             TrainingError: the model is frozen, or too many steps in a row were skipped.
         """
-        self._need("parameters", "optimizer")
         optimizer = self._trained()
+        totals = self.backward(batch, loss_fn, temperature, entropies, candidates)
+        norm, lr, skipped = optimizer.step()
+        return totals | {"grad_norm": Mean(norm, 1), "lr": Mean(lr, 1), "skipped": Mean(float(skipped), 1)}
+
+    def backward(self, batch: TensorDict, loss_fn: LossFunction, temperature: float = 1.0, entropies: bool = False,
+                 candidates: str = "") -> dict[str, Partial]:
+        """The first half of `step`: gradients, and all of its metrics that need no more."""
+        self._need("parameters", "optimizer")
+        self._trained()
         parts = self._micro_batches(batch)
         if not parts:
             raise BatchError("an update needs at least one row; no rank has any.")
@@ -187,12 +195,10 @@ class TrainingEngine:
         pieces.append({"tokens": Mean(sum(fed_lengths(batch)), 1), "balance_ranks": Balance.of([sum(costs)]),
                        "balance_micro_batches": Balance.of(sum(costs[row] for row in part.rows) for part in parts)})
         totals = self._merge_over_ranks(pieces)
-        loss, tokens = totals.pop("loss"), totals.pop("tokens")
-        norm, lr, skipped = optimizer.step()
-        balance = {name: totals.pop(name).value() for name in ("balance_ranks", "balance_micro_batches")}
-        metrics = {"loss": float(loss.sum), "tokens": float(tokens.sum), "grad_norm": norm, "lr": lr,
-                   "skipped": float(skipped), "micro_batches": float(len(parts)), **balance}
-        return {name: Mean(value, 1) for name, value in metrics.items()} | totals
+        numbers = {name: float(totals.pop(name).sum) for name in ("loss", "tokens")}
+        numbers |= {name: totals.pop(name).value() for name in ("balance_ranks", "balance_micro_batches")}
+        numbers["micro_batches"] = float(len(parts))
+        return {name: Mean(value, 1) for name, value in numbers.items()} | totals
 
     def save(self, folder: Path, numbers: Mapping[str, int] | None = None) -> None:
         """Write what is trained, the optimizer's state and the step counters into a new folder, each rank its shards.
@@ -235,9 +241,9 @@ class TrainingEngine:
         """Move the optimizer's state, and `parameters` too unless told otherwise, to CPU memory; frees gradients.
 
         Updates and checkpoints need `onload` first; log-probs, weights and exports do when parameters were moved.
-        Does nothing on CPU, and with `offload=never`.
+        Does nothing on CPU, with `offload=never`, and with `offload=always`, where all of it is there already.
         """
-        if self.device.type != "cuda" or self.cfg.offload == "never":
+        if self.device.type != "cuda" or self.cfg.offload not in ("auto", "rollout"):
             return
         if self.optimizer is not None:
             self.optimizer.zero_grad()
@@ -343,6 +349,12 @@ def _whole_on_first(tensors: Iterable[tuple[str, DTensor]], dtype: torch.dtype) 
         if dist.get_rank() == 0:
             state[name] = whole.to("cpu", dtype)
     return state
+
+
+def check_offload(cfg: TrainingConfig, device: torch.device) -> None:
+    """Raise ConfigError for an offload that was asked for on a device without memory of its own."""
+    check(device.type == "cuda" or cfg.offload in ("auto", "never"), "training.offload", cfg.offload,
+          f"auto or never on a {device.type} device, which has no memory of its own to free")
 
 
 def _plain(value: Any) -> Any:

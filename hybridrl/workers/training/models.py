@@ -10,13 +10,12 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
-from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
+from torch.distributed.fsdp import CPUOffloadPolicy, MixedPrecisionPolicy, OffloadPolicy, fully_shard
 from torch.distributed.tensor import distribute_tensor
-from torch.utils.checkpoint import checkpoint
 from transformers import AutoConfig, AutoModelForCausalLM, GenerationConfig, PretrainedConfig, PreTrainedModel
 from transformers.utils.logging import disable_progress_bar
 
-from hybridrl.config import LoRAConfig, ModelConfig
+from hybridrl.config import LoRAConfig, ModelConfig, TrainingConfig
 from hybridrl.errors import ModelError
 from hybridrl.models import resolve_model
 from hybridrl.workers.training.attention import ATTENTION, Group
@@ -24,6 +23,7 @@ from hybridrl.workers.training.context import ContextParallel
 from hybridrl.workers.training.first_rank import on_first_rank
 from hybridrl.workers.training.log_probs import token_log_probs
 from hybridrl.workers.training.lora import add_adapters
+from hybridrl.workers.training.recompute import recompute
 
 # Bars of loading and saving would run across the terminal's own progress line.
 disable_progress_bar()
@@ -85,11 +85,6 @@ class PolicyModel(nn.Module):
         """Train adapters in `dtype` instead of the model's own weights."""
         add_adapters(self.causal_lm, self.layers(), cfg, dtype)
 
-    def checkpoint_layers(self) -> None:
-        """Keep only each layer's input in the forward pass; compute the rest again in the backward pass."""
-        for layer in self.layers():
-            layer.forward = _recomputed(layer.forward)
-
 
 class ValueHead(nn.Module):
     """One number from each hidden state; all zero at first."""
@@ -123,14 +118,8 @@ class ValueModel(PolicyModel):
         return self.causal_lm.get_output_embeddings()(hidden), None
 
 
-def _recomputed(forward):
-    def run(*args, **kwargs):
-        return checkpoint(forward, *args, use_reentrant=False, **kwargs)
-    return run
-
-
 def load_model(module: type[PolicyModel], cfg: ModelConfig, mesh: DeviceMesh, device: torch.device,
-               dtype: torch.dtype, trainable: bool, recompute_layers: bool, lora: LoRAConfig,
+               dtype: torch.dtype, trainable: bool, training: TrainingConfig,
                context: ContextParallel | None = None) -> PolicyModel:
     """Load a model folder, sharded over the mesh.
 
@@ -141,13 +130,12 @@ def load_model(module: type[PolicyModel], cfg: ModelConfig, mesh: DeviceMesh, de
         module: what the model returns; a head of its own starts as the class makes it.
         dtype: of the parameters that are trained; compute is bfloat16 on CUDA and this dtype elsewhere, and frozen
             parameters are kept in the dtype of compute.
-        recompute_layers: activation checkpointing.
-        lora: adapters of a trainable model; its rank may be 0.
+        training: adapters and activation checkpointing, both of a trainable model alone; where parameters live.
         context: the ranks that share rows.
     Raises:
         ModelError: on every rank, naming what is wrong with the folder. ConfigError: adapters for no layer.
     """
-    lora = lora if trainable else LoRAConfig()
+    lora = training.lora if trainable else LoRAConfig()
     kept = compute_dtype(device) or dtype if lora.rank or not trainable else dtype
     folder = resolve_model(cfg.path)
     config = _config(folder, cfg.trust_remote_code)
@@ -156,29 +144,29 @@ def load_model(module: type[PolicyModel], cfg: ModelConfig, mesh: DeviceMesh, de
     stored_dtype = config.dtype or torch.float32
     if mesh.size() == 1 and device.type == "cpu":
         model = module(_read(module, folder, cfg.trust_remote_code, dtype), stored_dtype)
-        _prepare(model, trainable, recompute_layers, lora, dtype)
+        _prepare(model, trainable, training.gradient_checkpointing, lora, dtype)
         return model
     with torch.device("meta"):
         model = module(module.loads.from_config(
             config, dtype=kept, trust_remote_code=cfg.trust_remote_code, **_implementation(kept)), stored_dtype)
     if (folder / "generation_config.json").exists():
         model.causal_lm.generation_config = GenerationConfig.from_pretrained(folder, local_files_only=True)
-    _prepare(model, trainable, recompute_layers, lora, dtype)
+    _prepare(model, trainable, training.gradient_checkpointing, lora, dtype)
     source, dtypes = _read_on_first(module, folder, cfg.trust_remote_code, lora)
-    shard(model, mesh, device)
+    shard(model, mesh, device, training.offload == "always")
     _hand_out(model.causal_lm, source, dtypes, mesh, device)
     model.context = context
     return model
 
 
-def _prepare(model: PolicyModel, trainable: bool, recompute_layers: bool, lora: LoRAConfig,
+def _prepare(model: PolicyModel, trainable: bool, mode: str, lora: LoRAConfig,
              dtype: torch.dtype) -> None:
     # eval() only turns dropout and router noise off here: log-probs and updates must see the same function.
     model.eval().requires_grad_(trainable)
     if lora.rank:
         model.adapt(lora, dtype)
-    if recompute_layers and trainable:
-        model.checkpoint_layers()
+    if trainable:
+        recompute(model.layers(), mode)
 
 
 def compute_dtype(device: torch.device) -> torch.dtype | None:
@@ -186,19 +174,26 @@ def compute_dtype(device: torch.device) -> torch.dtype | None:
     return torch.bfloat16 if device.type == "cuda" else None
 
 
-def shard(model: PolicyModel, mesh: DeviceMesh, device: torch.device) -> None:
-    """Shard a meta model by layer, and allocate this rank's shards on `device` without values."""
+def shard(model: PolicyModel, mesh: DeviceMesh, device: torch.device, offload: bool = False) -> None:
+    """Shard a meta model by layer, and allocate this rank's shards without values: on `device`, or in CPU memory.
+
+    With `offload` parameters come to the device one layer at a time, for as long as it computes, and gradients go back.
+    """
     compute = compute_dtype(device)
     policy = MixedPrecisionPolicy(param_dtype=compute, reduce_dtype=torch.float32 if compute else None)
+    where = CPUOffloadPolicy(pin_memory=device.type == "cuda") if offload else OffloadPolicy()
     for layer in model.layers():
-        fully_shard(layer, mesh=mesh, mp_policy=policy)
-    fully_shard(model, mesh=mesh, mp_policy=policy)
+        fully_shard(layer, mesh=mesh, mp_policy=policy, offload_policy=where)
+    fully_shard(model, mesh=mesh, mp_policy=policy, offload_policy=where)
     for module in model.modules():
         if hasattr(module, "set_gradient_divide_factor"):
             # The loss already carries global coefficients: gradients are summed over ranks, not averaged.
             module.set_gradient_divide_factor(1.0)
             module.set_force_sum_reduction_for_comms(True)
-    model.to_empty(device=device)
+    model.to_empty(device="cpu" if offload else device)
+    for module in model.modules():  # FSDP moves parameters alone
+        for name, buffer in module.named_buffers(recurse=False):
+            setattr(module, name, torch.empty_like(buffer, device=device))
 
 
 def _config(folder: Path, trust_remote_code: bool) -> PretrainedConfig:

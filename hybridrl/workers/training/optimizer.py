@@ -130,6 +130,15 @@ class Optimizer:
         """Bytes of what is kept on this rank; 0 before the first step."""
         return sum(local(tensor).nbytes for state in self._states() for tensor in state.values())
 
+    def bytes_to_come(self) -> int:
+        """Bytes that the first step will add to those on this rank; 0 after it. Leaves no trace."""
+        if self.held_bytes:
+            return 0
+        size = sum(local(tensor).nbytes for kept in self.tensors().values() for tensor in kept.values())
+        for optimizer in self.optimizers:
+            optimizer.state.clear()
+        return size
+
     def _states(self) -> list[dict[str, Tensor]]:
         return [state for optimizer in self.optimizers for state in optimizer.state.values()]
 

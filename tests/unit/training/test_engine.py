@@ -4,11 +4,12 @@ import math
 
 import pytest
 import torch
+from torch.utils.flop_counter import FlopCounterMode
 
 from hybridrl.algorithms.partials import Max, Mean
 from hybridrl.batch import lengths, make_batch, rows_of, select
 from hybridrl.config import ModelConfig, TrainingConfig
-from hybridrl.errors import BatchError, PhaseError, TrainingError
+from hybridrl.errors import BatchError, ConfigError, PhaseError, TrainingError
 from hybridrl.workers.training.engine import TrainingEngine
 from tests.models import KINDS
 from tests.unit.training.reference import (
@@ -82,8 +83,9 @@ def trained(path, batch, steps=3, **options):
 
 @pytest.mark.parametrize("options", [
     dict(micro_batch_tokens=1), dict(micro_batch_tokens=17), dict(logits_chunk_tokens=1),
-    dict(logits_chunk_tokens=3, micro_batch_tokens=30), dict(gradient_checkpointing=True),
-    dict(gradient_checkpointing=True, micro_batch_tokens=17, logits_chunk_tokens=2)])
+    dict(logits_chunk_tokens=3, micro_batch_tokens=30), dict(gradient_checkpointing="layers"),
+    dict(gradient_checkpointing="layers", micro_batch_tokens=17, logits_chunk_tokens=2),
+    dict(gradient_checkpointing="selective")])
 @pytest.mark.parametrize("kind", ["llama_tied", "qwen3_moe"])
 def test_how_the_work_is_cut_does_not_matter(folder, kind, options):
     batch = random_batch()
@@ -111,7 +113,16 @@ def test_gradient_checkpointing_keeps_fewer_activations(folder):
         with torch.autograd.graph.saved_tensors_hooks(lambda t: sizes.append(t.numel()) or t, lambda t: t):
             engine(folder(), **options).update(random_batch(), policy_gradient)
         return sum(sizes)
-    assert saved(gradient_checkpointing=True) < 0.5 * saved()
+    assert saved(gradient_checkpointing="layers") < 0.5 * saved()
+
+
+def test_selective_recomputation_repeats_no_product(folder):
+    def products(mode):
+        ours = engine(folder(), gradient_checkpointing=mode)
+        with FlopCounterMode(display=False) as counter:
+            ours.update(random_batch(), policy_gradient)
+        return counter.get_total_flops()
+    assert products("selective") == products("none") < products("layers")
 
 
 def test_dropout_of_the_config_is_off(folder):
@@ -230,6 +241,12 @@ def test_memory_counts_what_is_held(folder):
     tensors = sum(1 for _ in ours.weights())
     assert ours.memory() == {"parameters": 4 * ours.num_parameters, "gradients": 0,
                              "optimizer": 8 * ours.num_parameters + 4 * tensors}
+
+
+@pytest.mark.parametrize("offload", ["rollout", "always"])
+def test_an_offload_that_a_cpu_can_not_do_is_refused(folder, offload):
+    with pytest.raises(ConfigError, match=f"training.offload must be auto or never on a cpu device.*got '{offload}'"):
+        engine(folder(), offload=offload)
 
 
 def test_offload_does_nothing_on_cpu(folder):

@@ -80,7 +80,7 @@ def test_a_weight_is_the_base_plus_the_scaled_product(folder, rank_stabilized, s
 
 
 @pytest.mark.parametrize("options", [{}, dict(micro_batch_tokens=17, logits_chunk_tokens=3),
-                                     dict(gradient_checkpointing=True)])
+                                     dict(gradient_checkpointing="layers")])
 def test_gradients_are_those_of_the_factors(folder, options):
     """With G the gradient of W + s B A in a plain model: dL/dA = s B' G and dL/dB = s G A'."""
     ours, batch = engine(folder("llama_tied"), **options), random_batch()

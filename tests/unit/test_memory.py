@@ -1,0 +1,47 @@
+"""What a process holds, at most and at present: of memory that is really touched."""
+
+import time
+
+import pytest
+import torch
+
+from hybridrl.workers import memory
+
+CPU = torch.device("cpu")
+MIB = 2**20
+
+
+def take_and_free(mib: int) -> None:
+    block = torch.ones(mib * MIB // 4)  # large enough for a mapping of its own, which goes back when freed
+    time.sleep(0.05)
+    del block
+
+
+@pytest.mark.parametrize("kernel_counts", [True, False])
+def test_the_peak_is_that_of_the_work_inside(monkeypatch, kernel_counts):
+    if not kernel_counts:
+        monkeypatch.setattr(memory, "_reset_high_water", lambda: False)
+    take_and_free(200)
+    with memory.peak_memory(CPU) as peak:
+        take_and_free(100)
+    assert 95 * MIB < peak.bytes - peak.before_bytes < 130 * MIB
+    with memory.peak_memory(CPU) as idle:
+        time.sleep(0.02)
+    assert idle.bytes - idle.before_bytes < 20 * MIB, "what came before does not count"
+
+
+def test_a_peak_is_there_after_an_exception():
+    with pytest.raises(ValueError, match="inside"), memory.peak_memory(CPU) as peak:
+        raise ValueError("inside")
+    assert peak.bytes >= peak.before_bytes - MIB > 0
+
+
+def test_free_memory_is_limited_by_the_control_group(monkeypatch, tmp_path):
+    available = memory.free_bytes(CPU)
+    assert 0 < available
+    monkeypatch.setattr(memory, "CGROUP", tmp_path)
+    for name, text in (("max", "1000\n"), ("current", "700"), ("stat", "anon 1\ninactive_file 50\n")):
+        (tmp_path / f"memory.{name}").write_text(text)
+    assert memory.free_bytes(CPU) == 350
+    (tmp_path / "memory.max").write_text("max\n")
+    assert memory.free_bytes(CPU) > 1000
