@@ -154,6 +154,8 @@ class TrainingConfig:
     """Largest gradient of the whole model, float32, that every rank may hold between the micro-batches of an update, in
     GiB; gradients are then added up over ranks once an update. That of a larger model is added up and sharded after
     each micro-batch."""
+    compile: bool = False
+    """Compile the layers with torch.compile, at the first forward and backward pass; needs a C++ compiler."""
     gradient_checkpointing: str = "none"
     """What the backward pass computes again to keep less: `none`, `layers` (all but each layer's input) or `selective`
     (all but matrix products and attention)."""

@@ -53,32 +53,43 @@ def group_lengths(lengths: list[int], device: torch.device) -> list[Group]:
     return groups
 
 
+class Pack:
+    """Where the sequences of a packed row lie, and the ranks that its tokens are split over.
+
+    A plain class on purpose: what torch.compile finds in a list or a dataclass becomes part of what it compiled, which
+    every other packing would make it compile again.
+    """
+
+    def __init__(self, groups: list[Group], context: "ContextParallel | None" = None):
+        """`groups` cover the tokens of the whole row in order."""
+        self.groups, self.context = groups, context
+
+
+@torch.compiler.disable
 def packed_attention(module: nn.Module, query: Tensor, key: Tensor, value: Tensor, attention_mask: Tensor | None,
                      scaling: float | None = None, sliding_window: int | None = None,
-                     groups: list[Group] | None = None, context: "ContextParallel | None" = None,
-                     **kwargs) -> tuple[Tensor, None]:
-    """Attention function in the form that transformers models call; `groups` reaches it through their kwargs.
+                     pack: Pack | None = None, **kwargs) -> tuple[Tensor, None]:
+    """Attention function in the form that transformers models call; `pack` reaches it through their kwargs.
 
     Args:
-        query: [1, heads, T, size]; key and value: [1, key heads, T, size].
-        groups: covers the T tokens in order.
-        context: the ranks that T is split over; tensors hold this rank's part of it.
+        query: [1, heads, T, size]; key and value: [1, key heads, T, size], T of this rank.
+        pack: the packed row.
     Returns:
         [1, T, heads, size] and None (no attention weights).
     Raises:
         ModelError: the model changes attention in a way that this function does not compute.
     """
-    if groups is None:
+    if pack is None:
         raise ModelError(f"{type(module).__name__} passes no keyword arguments on to attention; it can't be packed.")
     for name in ("softcap", "s_aux", "position_bias"):
         if kwargs.get(name) is not None:
             raise ModelError(f"{type(module).__name__} uses {name} in attention, which training does not support.")
     if kwargs.get("is_causal") is False:
         raise ModelError(f"{type(module).__name__} is not causal; training supports causal models.")
-    if context is not None:
-        query, key, value = context.by_heads(query, key, value)
-    out = _attend(query, key, value, groups, scaling, sliding_window)
-    return out if context is None else context.by_tokens(out), None
+    if pack.context is None:
+        return _attend(query, key, value, pack.groups, scaling, sliding_window), None
+    query, key, value = pack.context.by_heads(query, key, value)
+    return pack.context.by_tokens(_attend(query, key, value, pack.groups, scaling, sliding_window)), None
 
 
 def _attend(query: Tensor, key: Tensor, value: Tensor, groups: list[Group], scaling: float | None,

@@ -18,7 +18,8 @@ from transformers.utils.logging import disable_progress_bar
 from hybridrl.config import LoRAConfig, ModelConfig, TrainingConfig
 from hybridrl.errors import ModelError
 from hybridrl.models import resolve_model
-from hybridrl.workers.training.attention import ATTENTION, Group
+from hybridrl.workers.training.attention import ATTENTION, Group, Pack
+from hybridrl.workers.training.compiled import compile_layers
 from hybridrl.workers.training.context import ContextParallel
 from hybridrl.workers.training.first_rank import on_first_rank
 from hybridrl.workers.training.log_probs import token_log_probs
@@ -69,7 +70,7 @@ class PolicyModel(nn.Module):
     def _hidden(self, input_ids: Tensor, position_ids: Tensor, groups: list[Group]) -> Tensor:
         """Final hidden states [T, H]."""
         return self.causal_lm.base_model(input_ids=input_ids, position_ids=position_ids, use_cache=False,
-                                         groups=groups, context=self.context).last_hidden_state[0]
+                                         pack=Pack(groups, self.context)).last_hidden_state[0]
 
     def layers(self) -> list[nn.Module]:
         """The decoder layers: the units of sharding and of activation checkpointing."""
@@ -130,7 +131,8 @@ def load_model(module: type[PolicyModel], cfg: ModelConfig, mesh: DeviceMesh, de
         module: what the model returns; a head of its own starts as the class makes it.
         dtype: of the parameters that are trained; compute is bfloat16 on CUDA and this dtype elsewhere, and frozen
             parameters are kept in the dtype of compute.
-        training: adapters and activation checkpointing, both of a trainable model alone; where parameters live.
+        training: adapters and activation checkpointing, both of a trainable model alone; compiled layers; where
+            parameters live.
         context: the ranks that share rows.
     Raises:
         ModelError: on every rank, naming what is wrong with the folder. ConfigError: adapters for no layer.
@@ -144,14 +146,14 @@ def load_model(module: type[PolicyModel], cfg: ModelConfig, mesh: DeviceMesh, de
     stored_dtype = config.dtype or torch.float32
     if mesh.size() == 1 and device.type == "cpu":
         model = module(_read(module, folder, cfg.trust_remote_code, dtype), stored_dtype)
-        _prepare(model, trainable, training.gradient_checkpointing, lora, dtype)
+        _prepare(model, trainable, training, lora, dtype)
         return model
     with torch.device("meta"):
         model = module(module.loads.from_config(
             config, dtype=kept, trust_remote_code=cfg.trust_remote_code, **_implementation(kept)), stored_dtype)
     if (folder / "generation_config.json").exists():
         model.causal_lm.generation_config = GenerationConfig.from_pretrained(folder, local_files_only=True)
-    _prepare(model, trainable, training.gradient_checkpointing, lora, dtype)
+    _prepare(model, trainable, training, lora, dtype)
     source, dtypes = _read_on_first(module, folder, cfg.trust_remote_code, lora)
     shard(model, mesh, device, training.offload == "always")
     _hand_out(model.causal_lm, source, dtypes, mesh, device)
@@ -159,14 +161,16 @@ def load_model(module: type[PolicyModel], cfg: ModelConfig, mesh: DeviceMesh, de
     return model
 
 
-def _prepare(model: PolicyModel, trainable: bool, mode: str, lora: LoRAConfig,
+def _prepare(model: PolicyModel, trainable: bool, training: TrainingConfig, lora: LoRAConfig,
              dtype: torch.dtype) -> None:
     # eval() only turns dropout and router noise off here: log-probs and updates must see the same function.
     model.eval().requires_grad_(trainable)
     if lora.rank:
         model.adapt(lora, dtype)
+    if training.compile:
+        compile_layers(model.layers())
     if trainable:
-        recompute(model.layers(), mode)
+        recompute(model.layers(), training.gradient_checkpointing)
 
 
 def compute_dtype(device: torch.device) -> torch.dtype | None:

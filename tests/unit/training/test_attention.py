@@ -5,7 +5,7 @@ import torch
 from torch import nn
 
 from hybridrl.errors import ModelError
-from hybridrl.workers.training.attention import group_lengths, packed_attention
+from hybridrl.workers.training.attention import Pack, group_lengths, packed_attention
 
 CPU = torch.device("cpu")
 LENGTHS = [17, 16, 15, 9, 9, 9, 3, 1, 1]
@@ -38,7 +38,7 @@ def inputs(lengths, heads=4, key_heads=2, seed=0):
 def test_equals_softmax_written_out_with_gradients(lengths, key_heads, window):
     packed, plain = inputs(lengths, key_heads=key_heads), inputs(lengths, key_heads=key_heads)
     out, weights = packed_attention(nn.Module(), *packed, None, scaling=0.3, sliding_window=window,
-                                    groups=group_lengths(lengths, CPU), dropout=0.0)
+                                    pack=Pack(group_lengths(lengths, CPU)), dropout=0.0)
     expected = plain_attention(*plain, lengths, window, scale=0.3)
     assert weights is None
     torch.testing.assert_close(out, expected, rtol=0, atol=1e-13)
@@ -52,11 +52,11 @@ def test_equals_softmax_written_out_with_gradients(lengths, key_heads, window):
 def test_sequences_do_not_see_each_other():
     query, key, value = inputs(LENGTHS)
     groups = group_lengths(LENGTHS, CPU)
-    before, _ = packed_attention(nn.Module(), query, key, value, None, groups=groups)
+    before, _ = packed_attention(nn.Module(), query, key, value, None, pack=Pack(groups))
     with torch.no_grad():
         key[:, :, :17] += 1
         value[:, :, :17] = torch.nan
-    after, _ = packed_attention(nn.Module(), query, key, value, None, groups=groups)
+    after, _ = packed_attention(nn.Module(), query, key, value, None, pack=Pack(groups))
     assert after[:, :17].isnan().all()
     torch.testing.assert_close(after[:, 17:33], before[:, 17:33], rtol=0, atol=0)  # of the same group
     torch.testing.assert_close(after[:, 33:], before[:, 33:], rtol=0, atol=0)
@@ -73,8 +73,8 @@ def test_groups_by_hand():
 
 @pytest.mark.parametrize(("change", "message"), [
     ({"softcap": 50.0}, "softcap"), ({"s_aux": torch.zeros(4)}, "s_aux"), ({"is_causal": False}, "not causal"),
-    ({"groups": None}, "can't be packed")])
+    ({"pack": None}, "can't be packed")])
 def test_attention_it_does_not_compute_is_refused(change, message):
-    arguments = {"groups": group_lengths([4], CPU)} | change
+    arguments = {"pack": Pack(group_lengths([4], CPU))} | change
     with pytest.raises(ModelError, match=message):
         packed_attention(nn.Module(), *inputs([4]), None, **arguments)

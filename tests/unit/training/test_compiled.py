@@ -1,0 +1,41 @@
+"""Compiled layers on the demo's model: the numbers of eager ones, whatever the packing, and one compilation."""
+
+from pathlib import Path
+
+import pytest
+import torch
+from torch._dynamo.utils import counters
+
+import recipes.demo
+from hybridrl.config import ModelConfig, TrainingConfig
+from hybridrl.errors import ConfigError
+from hybridrl.workers.training.engine import TrainingEngine
+from tests.unit.training.reference import policy_gradient, random_batch
+
+pytestmark = [pytest.mark.slow, pytest.mark.usefixtures("one_rank")]
+DEMO = Path(recipes.demo.__file__).parent / "model"
+
+
+def engine(**options):
+    return TrainingEngine(ModelConfig(path=str(DEMO)), TrainingConfig(learning_rate=1e-4, **options),
+                          torch.device("cpu"))
+
+
+def test_updates_are_those_of_eager_layers(one_rank):
+    compiled, eager = engine(compile=True), engine()
+    counters.clear()
+    graphs = []
+    for seed, longest in ((0, 12), (1, 40), (2, 25)):  # other numbers of rows, groups and tokens each time
+        batch = random_batch(num_rows=5 + seed, seed=seed, longest_response=longest, vocabulary=20)
+        ours, theirs = (each.update(batch, policy_gradient, 0.7, entropies=True) for each in (compiled, eager))
+        assert ours == pytest.approx(theirs, rel=2e-4, abs=2e-4)
+        graphs.append(counters["stats"]["unique_graphs"])
+    assert 0 < graphs[0] == graphs[2]
+    for (name, ours), (_, theirs) in zip(compiled.weights(), eager.weights(), strict=True):
+        torch.testing.assert_close(ours.full_tensor(), theirs.full_tensor(), rtol=0, atol=1e-5, msg=name)
+
+
+def test_without_a_compiler_it_is_refused(monkeypatch):
+    monkeypatch.setattr("torch._inductor.config.cpp.cxx", (None, "no-such-compiler"))
+    with pytest.raises(ConfigError, match=r"training\.compile=true needs a C\+\+ compiler; install g\+\+"):
+        engine(compile=True)
