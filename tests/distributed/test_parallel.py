@@ -12,7 +12,7 @@ from torch.distributed.tensor import Replicate, Shard
 from hybridrl.algorithms.algorithm import Algorithm
 from hybridrl.algorithms.values import ValueLoss
 from hybridrl.batch import make_batch, narrow, rows_of, split_sizes
-from hybridrl.config import AlgorithmConfig, Choice, ModelConfig, TrainingConfig
+from hybridrl.config import AlgorithmConfig, Choice, EntropyConfig, ModelConfig, TrainingConfig
 from hybridrl.controller.cluster import cpu_cores
 from hybridrl.controller.worker_group import WorkerGroup
 from hybridrl.errors import ConfigError, ModelError
@@ -77,7 +77,7 @@ def gspo_batch():
                        old_log_probs=[-4 * torch.rand(n, generator=g) for n in sizes])
     algorithm = Algorithm(AlgorithmConfig(
         loss=Choice(name="gspo", options=dict(clip_low=2.0, clip_high=2.0)), corrections=[],
-        aggregation="seq-mean-token-mean", entropy_coefficient=0.1), max_response_tokens=40)
+        aggregation="seq-mean-token-mean", entropy=EntropyConfig(coefficient=0.1)), max_response_tokens=40)
     (mini_batch,) = algorithm.mini_batches(batch)
     return mini_batch, algorithm.loss
 
