@@ -186,6 +186,8 @@ class TrainingConfig:
         check(self.context_parallel >= 1, f"{key}.context_parallel", self.context_parallel, "at least 1")
         check(self.whole_gradient_gib >= 0, f"{key}.whole_gradient_gib", self.whole_gradient_gib, "at least 0")
         check_choice(f"{key}.gradient_checkpointing", self.gradient_checkpointing, ("none", "layers", "selective"))
+        check(not self.compile or self.gradient_checkpointing != "selective", f"{key}.gradient_checkpointing",
+              self.gradient_checkpointing, "`none` or `layers` with compile=true, which is selective by itself")
         check_choice(f"{key}.offload", self.offload, ("auto", "never", "rollout", "always"))
 
     def check_longest(self, tokens: int, what: str, key: str = "policy.training") -> None:

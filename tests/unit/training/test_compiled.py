@@ -30,6 +30,9 @@ def test_updates_are_those_of_eager_layers(one_rank):
         ours, theirs = (each.update(batch, policy_gradient, 0.7, entropies=True) for each in (compiled, eager))
         assert ours == pytest.approx(theirs, rel=2e-4, abs=2e-4)
         graphs.append(counters["stats"]["unique_graphs"])
+    recomputed = engine(compile=True, gradient_checkpointing="layers")
+    first = [each.update(random_batch(vocabulary=20), policy_gradient) for each in (recomputed, engine())]
+    assert first[0] == pytest.approx(first[1], rel=2e-4, abs=2e-4)
     assert 0 < graphs[0] == graphs[2]
     for (name, ours), (_, theirs) in zip(compiled.weights(), eager.weights(), strict=True):
         torch.testing.assert_close(ours.full_tensor(), theirs.full_tensor(), rtol=0, atol=1e-5, msg=name)
