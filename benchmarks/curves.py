@@ -1,4 +1,4 @@
-"""Algorithms side by side on the demo task: held-out accuracy over the steps, several seeds each; the last line is JSON.
+"""Algorithms side by side on the demo task: held-out accuracy by step over several seeds; the last line is JSON.
 
     python -m benchmarks.curves [algorithms=grpo,rloo,...] [seeds=0,1,2] [steps=20] [runs=FOLDER] [jobs=1]
 

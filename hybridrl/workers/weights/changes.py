@@ -18,7 +18,7 @@ from hybridrl.workers.weights import bit_kernels
 
 SIGNED = {1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 """Element size in bytes -> the integers that torch computes with."""
-UNSIGNED: dict[int, np.dtype] = {1: np.dtype(np.uint8), 2: np.dtype(np.uint16), 4: np.dtype(np.uint32), 8: np.dtype(np.uint64)}
+UNSIGNED = {size: np.dtype(f"u{size}") for size in (1, 2, 4, 8)}
 """Element size in bytes -> the integers that entries are made of."""
 PIECE = 1 << 20
 """Elements compared at a time."""
