@@ -724,6 +724,15 @@ class EvalDataConfig(DataConfig):
 
 
 @dataclass(kw_only=True, slots=True)
+class ReferenceConfig:
+    ranks: int = 0
+    """Devices of its own for the frozen reference of a KL penalty; 0 puts it on the policy's devices."""
+
+    def validate(self) -> None:
+        check(self.ranks >= 0, "reference.ranks", self.ranks, "at least 0")
+
+
+@dataclass(kw_only=True, slots=True)
 class GRPOConfig:
     """Reinforcement learning with several responses to each prompt: GRPO, Dr. GRPO, RLOO, REINFORCE."""
 
@@ -739,6 +748,8 @@ class GRPOConfig:
     """How responses are scored."""
     algorithm: AlgorithmConfig = field(default_factory=AlgorithmConfig)
     """From rewards to a loss."""
+    reference: ReferenceConfig = field(default_factory=ReferenceConfig)
+    """Where the reference of a KL penalty runs."""
     cluster: ClusterConfig = field(default_factory=ClusterConfig)
     """Where workers run."""
     trainer: TrainerConfig = field(default_factory=TrainerConfig)
@@ -749,6 +760,8 @@ class GRPOConfig:
         ranks, shared = self.cluster.ranks, self.policy.rollout.tensor_parallel
         check(ranks % shared == 0, "cluster.ranks", ranks, f"a multiple of policy.rollout.tensor_parallel={shared}")
         self.policy.training.check_ranks(ranks, "cluster.ranks")
+        if self.reference.ranks:
+            self._check_reference(self.reference.ranks)
         self.reward.check_placement(self.cluster, self.policy.rollout)
         self.policy.training.check_longest(*self.policy.rollout.longest)
         temperature = self.policy.rollout.temperature
@@ -758,6 +771,14 @@ class GRPOConfig:
               f"at most trainer.prompts_per_step={prompts}")
         check(self.eval_data.enabled or not self.trainer.eval_every, "trainer.eval_every", self.trainer.eval_every,
               "0 while eval_data names no problems (set eval_data.path or eval_data.task)")
+
+
+    def _check_reference(self, ranks: int) -> None:
+        for nothing, why in ((not self.algorithm.kl.coefficient, "without a KL penalty (algorithm.kl.coefficient)"),
+                             (self.policy.training.lora.rank, "with policy.training.lora, whose base is the reference"),
+                             (self.cluster.backend == "local", "with cluster.backend=local")):
+            check(not nothing, "reference.ranks", ranks, f"0 {why}")
+        self.policy.training.check_ranks(ranks, "reference.ranks")
 
 
 @dataclass(kw_only=True, slots=True)

@@ -50,8 +50,8 @@ def main(cfg: GRPOConfig) -> None:
         reference = None
         if algorithm.needs_reference:  # adapters off, a policy is the model it started from
             reference = policy if cfg.policy.training.lora.rank else WorkerGroup(
-                ReferenceWorker, pool, cfg.policy.model, cfg.policy.training, cfg.policy.rollout.temperature,
-                role="reference")
+                ReferenceWorker, cluster.pool(cfg.reference.ranks) if cfg.reference.ranks else pool,
+                cfg.policy.model, cfg.policy.training, cfg.policy.rollout.temperature, role="reference")
 
         if cfg.trainer.dry_run:
             rows = cfg.trainer.prompts_per_step * cfg.algorithm.responses_per_prompt
@@ -93,11 +93,12 @@ def main(cfg: GRPOConfig) -> None:
                 batch, sampling = refill(step, batch)
             with run.phase("log_probs"):
                 policy.enter_training()
+                scored = reference.ref_log_probs.future(batch) if reference is not None else None
                 # else the update's own first forward pass gives them
                 if algorithm.needs_old_log_probs:
                     batch = policy.log_probs(batch, also=algorithm.needed_columns)
-                if reference is not None:
-                    batch = reference.ref_log_probs(batch)
+                if scored is not None:
+                    batch["ref_log_probs"] = scored.result()["ref_log_probs"]
             batch = algorithm.shape(batch)
             batch["advantages"] = algorithm.advantages(batch)
             batch = algorithm.correct(batch)

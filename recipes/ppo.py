@@ -53,8 +53,8 @@ def main(cfg: PPOConfig) -> None:
         reference = None
         if algorithm.needs_reference:  # adapters off, a policy is the model it started from
             reference = policy if cfg.policy.training.lora.rank else WorkerGroup(
-                ReferenceWorker, pool, cfg.policy.model, cfg.policy.training, cfg.policy.rollout.temperature,
-                role="reference")
+                ReferenceWorker, cluster.pool(cfg.reference.ranks) if cfg.reference.ranks else pool,
+                cfg.policy.model, cfg.policy.training, cfg.policy.rollout.temperature, role="reference")
         if cfg.trainer.dry_run:
             rows = cfg.trainer.prompts_per_step * cfg.algorithm.responses_per_prompt
             run.say(policy.dry_run(rows, longest, cfg.policy.rollout.max_response_tokens, algorithm.loss)[0])
@@ -76,11 +76,12 @@ def main(cfg: PPOConfig) -> None:
             with run.phase("log_probs"):
                 policy.enter_training()  # on shared devices it makes room for the critic
                 judged = critic.values.future(batch, cfg.critic.bootstrap)
+                scored = reference.ref_log_probs.future(batch) if reference is not None else None
                 # else the update's own first forward pass gives them
                 if algorithm.needs_old_log_probs:
                     batch = policy.log_probs(batch, also=algorithm.needed_columns)
-                if reference is not None:
-                    batch = reference.ref_log_probs(batch)
+                if scored is not None:
+                    batch["ref_log_probs"] = scored.result()["ref_log_probs"]
                 for name in ("values", "bootstrap_values") if cfg.critic.bootstrap else ("values",):
                     batch[name] = judged.result()[name]
             batch = algorithm.shape(batch)

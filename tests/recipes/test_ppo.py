@@ -72,10 +72,11 @@ def test_a_stopped_and_resumed_run_is_the_unbroken_one(run, ppo, local, tmp_path
             assert found[step][name] == expected[step][name], (step, name)
 
 
-def test_a_critic_on_its_own_devices_gives_the_same_numbers(run, ppo, local, tmp_path):
+def test_critic_and_reference_on_their_own_devices_give_the_same_numbers(run, ppo, local, tmp_path):
     """One Ray rank each, working at the same time."""
     folder = tmp_path / "run"
-    run(*ppo, "cluster.backend=ray", "critic.ranks=1", "trainer.export=false", f"trainer.run_dir={folder}")
+    run(*ppo, "cluster.backend=ray", "critic.ranks=1", "reference.ranks=1", "trainer.export=false",
+        f"trainer.run_dir={folder}")
     expected, found = metrics(local), metrics(folder)
     for step in (1, 2):
         assert found[step].keys() == expected[step].keys() - {"eval/accuracy"}
@@ -83,4 +84,4 @@ def test_a_critic_on_its_own_devices_gives_the_same_numbers(run, ppo, local, tmp
             near = 1e-4 if name.startswith(("mismatch/", "sync/max_log_prob_gap")) else 1e-6
             assert found[step][name] == pytest.approx(expected[step][name], rel=1e-4, abs=near), (step, name)
     assert {file.name for file in (folder / "logs").iterdir()} == {
-        "controller.log", "pool0-rank0.log", "pool1-rank0.log"}
+        "controller.log", "pool0-rank0.log", "pool1-rank0.log", "pool2-rank0.log"}
