@@ -252,12 +252,15 @@ class RolloutConfig:
 @dataclass(kw_only=True, slots=True)
 class SyncConfig:
     bucket_mib: int = 64
-    """Weights gathered at a time, in MiB; one larger tensor gets a bucket of its own."""
+    """Weights that are exchanged at a time, in MiB of the whole model in the rollout engine's dtype; two such buckets
+    are under way at once. Larger weights are cut by rows."""
+    verify: str = "fingerprint"
+    """What is checked after each sync beside completeness: `none`, `fingerprint` (log-probs of a few tokens in both
+    engines), or `full` (that, and digests of every slice of every weight in both engines)."""
     fingerprint_tokens: int = 16
-    """Tokens whose log-probs of the two engines are compared after each sync, fewer where prompt and response are
-    shorter; 0 turns the comparison off."""
+    """Tokens of the fingerprint, fewer where prompt and response are shorter."""
     max_gap: float = 0.0
-    """Largest accepted log-prob gap of that comparison; 0 means 1e-3 in float32 and 0.5 in bfloat16."""
+    """Largest accepted log-prob gap of the fingerprint; 0 means 1e-3 in float32 and 0.5 in bfloat16."""
     lora: str = "merged"
     """How low-rank adapters get to the rollout engine: `merged` into the full weights, or as an `adapter` that vLLM
     adds while it samples, with base weights that it reads from the model folder once."""
@@ -265,7 +268,8 @@ class SyncConfig:
     def validate(self) -> None:
         check_choice("policy.sync.lora", self.lora, ("merged", "adapter"))
         check(self.bucket_mib >= 1, "policy.sync.bucket_mib", self.bucket_mib, "at least 1")
-        check(self.fingerprint_tokens >= 0, "policy.sync.fingerprint_tokens", self.fingerprint_tokens, "at least 0")
+        check_choice("policy.sync.verify", self.verify, ("none", "fingerprint", "full"))
+        check(self.fingerprint_tokens >= 1, "policy.sync.fingerprint_tokens", self.fingerprint_tokens, "at least 1")
         check(self.max_gap >= 0, "policy.sync.max_gap", self.max_gap, "at least 0")
 
 

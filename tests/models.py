@@ -5,6 +5,8 @@ from pathlib import Path
 import torch
 
 KINDS = ("llama", "llama_tied", "qwen2", "qwen3", "qwen3_moe")
+MIXTURES = ("qwen3_moe", "mixtral", "olmoe", "qwen2_moe", "glm4_moe")
+"""Mixtures of experts: without and with shared experts, a dense first layer, a bias on the router."""
 ALPHABET = "0123456789abcdefghijklmnopqrstuvwxyz+-*/=?.,: \n"
 SPECIAL = ("<pad>", "<eos>", "<user>", "<assistant>", "<system>")
 VOCABULARY = 64
@@ -30,23 +32,38 @@ def tiny_tokenizer():
 
 
 def tiny_config(kind: str, **changes):
-    """Configuration of one of KINDS: vocabulary 64, hidden 64, 2 layers, head size 32, 512 positions."""
-    from transformers import LlamaConfig, Qwen2Config, Qwen3Config, Qwen3MoeConfig
+    """Configuration of one of KINDS or MIXTURES: vocabulary 64, hidden 64, 2 layers, head size 32, 512 positions."""
+    from transformers import (
+        Glm4MoeConfig,
+        LlamaConfig,
+        MixtralConfig,
+        OlmoeConfig,
+        Qwen2Config,
+        Qwen2MoeConfig,
+        Qwen3Config,
+        Qwen3MoeConfig,
+    )
 
     shape = dict(vocab_size=VOCABULARY, hidden_size=64, intermediate_size=96, num_hidden_layers=2,
                  num_attention_heads=2, num_key_value_heads=1, head_dim=32, max_position_embeddings=512,
                  tie_word_embeddings=kind == "llama_tied", initializer_range=0.2,
                  bos_token_id=None, eos_token_id=1, pad_token_id=0)
     moe = dict(num_experts=4, num_experts_per_tok=2, moe_intermediate_size=48, norm_topk_prob=True)
-    classes = {"llama": LlamaConfig, "llama_tied": LlamaConfig, "qwen2": Qwen2Config, "qwen3": Qwen3Config}
-    if kind == "qwen3_moe":
-        return Qwen3MoeConfig(**(shape | moe | changes))
-    return classes[kind](**(shape | changes))
+    shared = moe | dict(shared_expert_intermediate_size=80, decoder_sparse_step=1)
+    grouped = dict(n_routed_experts=4, num_experts_per_tok=2, moe_intermediate_size=48, norm_topk_prob=True, n_group=2,
+                   topk_group=1, n_shared_experts=1, first_k_dense_replace=1, use_qk_norm=True)
+    classes = {"llama": (LlamaConfig, {}), "llama_tied": (LlamaConfig, {}), "qwen2": (Qwen2Config, {}),
+               "qwen3": (Qwen3Config, {}), "qwen3_moe": (Qwen3MoeConfig, moe), "qwen2_moe": (Qwen2MoeConfig, shared),
+               "mixtral": (MixtralConfig, dict(num_local_experts=4, num_experts_per_tok=2)),
+               "olmoe": (OlmoeConfig, dict(num_experts=4, num_experts_per_tok=2, num_key_value_heads=2)),
+               "glm4_moe": (Glm4MoeConfig, grouped)}
+    config, further = classes[kind]
+    return config(**(shape | further | changes))
 
 
 def tiny_model(folder, kind: str = "llama", seed: int = 0, dtype: torch.dtype = torch.float32,
                classifier: bool = False, **changes) -> Path:
-    """Write a tiny model of one of KINDS with its tokenizer and chat template; returns the folder.
+    """Write a tiny model of one of KINDS or MIXTURES with its tokenizer and chat template; returns the folder.
 
     Weights depend on `kind`, `seed` and the configuration `changes` only. A `classifier` has a head that scores
     sequences (of one label, unless `num_labels` is among the changes) in the place of the language-model head.

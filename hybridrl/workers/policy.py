@@ -30,13 +30,7 @@ from hybridrl.workers.rollout.transformers_engine import TransformersEngine
 from hybridrl.workers.rollout.vllm_engine import VLLMEngine, rollout_dtype
 from hybridrl.workers.trainer import TrainerWorker
 from hybridrl.workers.training.engine import LossFunction
-from hybridrl.workers.weights.sync import (
-    check_gap,
-    fingerprint_ids,
-    largest_gap,
-    sync_weights,
-    training_log_probs,
-)
+from hybridrl.workers.weights.sync import WeightSync, fingerprint_ids, largest_gap, training_log_probs
 
 
 class Phase(Enum):
@@ -63,6 +57,7 @@ class PolicyWorker(TrainerWorker):
         self.folder = resolve_model(cfg.model.path)
         self.dtype = getattr(torch, rollout_dtype(cfg.rollout, self.device))
         self.rollout = self._build_rollout(seed)
+        self.weight_sync = WeightSync(self.training, self.rollout, cfg.sync, self.dtype, self.peers("rollout"))
         self.phase = Phase.TRAIN
         self.version = 0
         """How many different weights were synced so far; the rollout engine samples under this version."""
@@ -111,18 +106,23 @@ class PolicyWorker(TrainerWorker):
         Training's half of the comparison comes first: its parameters make room for the KV cache before the other.
         """
         self.version += self.changed
-        self.metrics |= sync_weights(self.training, self.rollout, self.cfg.sync, self.dtype, self.version)
-        context = self.cfg.rollout.max_prompt_tokens + self.cfg.rollout.max_response_tokens
-        # the engine holds one token of context before them and makes one after
-        ids = fingerprint_ids(min(self.cfg.sync.fingerprint_tokens, context - 2), len(self.tokenizer))
-        trained = training_log_probs(self.training, ids) if len(ids) > 1 else None
+        self.metrics |= self.weight_sync.run(self.version)
+        ids = self._fingerprint_ids()
+        trained = training_log_probs(self.training, ids) if ids else None
         self.training.offload()
         self.rollout.wake_cache()
         self.changed = False
         if trained is not None:
             gap = largest_gap(self.rollout.score(ids), trained)
             self.metrics["sync/max_log_prob_gap"] = gap
-            check_gap(gap, self.cfg.sync, self.dtype, self.version)
+            self.weight_sync.check(gap, self.version)
+
+    def _fingerprint_ids(self) -> list[int]:
+        """Token ids whose log-probs are compared; none when that is turned off, or nothing fits."""
+        context = self.cfg.rollout.max_prompt_tokens + self.cfg.rollout.max_response_tokens
+        # the engine holds one token of context before them and makes one after
+        tokens = min(self.cfg.sync.fingerprint_tokens, context - 2)
+        return fingerprint_ids(tokens, len(self.tokenizer)) if tokens > 0 and self.cfg.sync.verify != "none" else []
 
     def _memory(self) -> float:
         """Bytes this process holds on its device: allocated on CUDA, resident on CPU."""
@@ -160,7 +160,7 @@ class PolicyWorker(TrainerWorker):
         options = self.cfg.rollout
         seeds = batch["seeds"].tolist() if "seeds" in batch.keys() else [None] * num_rows(batch)
         requests = [Request(ids.tolist(), max_tokens or options.max_response_tokens,
-                            options.temperature if temperature is None else temperature, seed)
+                            options.temperature if temperature is None else temperature, seed, self.version)
                     for ids, seed in zip(rows_of(batch["prompt_ids"]), seeds, strict=True)]
         with self.measured("generate"):
             completions = self.rollout.generate(requests)

@@ -1,17 +1,24 @@
 """A policy worker whose engines tests can reach into."""
 
+import re
+from collections.abc import Iterator
+from math import prod
 from typing import Any
 
 import torch
 from tensordict import TensorDict
+from torch import Tensor
 
 from hybridrl.algorithms.aggregation import aggregate
 from hybridrl.batch import rows_of
 from hybridrl.dispatch import to_all
+from hybridrl.errors import SyncError
 from hybridrl.workers.policy import Phase, PolicyWorker
 from hybridrl.workers.rollout.engine import Request
-from hybridrl.workers.weights.buckets import full_buckets
-from hybridrl.workers.weights.names import checkpoint_buckets
+from hybridrl.workers.weights.exchange import Traffic, exchange
+from hybridrl.workers.weights.names import checkpoint_weights
+from hybridrl.workers.weights.plan import needed_elements
+from hybridrl.workers.weights.regions import Write
 from hybridrl.workers.weights.sync import fingerprint_ids, largest_gap, training_log_probs
 
 
@@ -38,15 +45,102 @@ class ProbeWorker(PolicyWorker):
 
     @to_all
     def load_without(self, part: str) -> str:
-        """A sync from which every weight with `part` in its name is missing; returns the error."""
-        buckets = checkpoint_buckets(self.training.model.causal_lm,
-                                     full_buckets(self.training.weights(), self.dtype, 1 << 20))
-        kept = ([(name, weight) for name, weight in bucket if part not in name] for bucket in buckets)
+        """A sync in which the last copy from or to a name with `part` in it is missing; returns the error."""
+        gone = [copy for copy in self.weight_sync.copies if part in copy.weight or part in copy.parameter][-1]
         try:
-            self.rollout.load_weights(kept, 99)
+            self.rollout.load_weights(([write for write in writes if write[:2] != (gone.parameter, gone.target)]
+                                       for writes in self.writes()), 99)
         except Exception as error:
             return f"{type(error).__name__}: {error}"
         return ""
+
+    @to_all
+    def layout_without(self, part: str) -> str:
+        """The error of an engine that is to find its layout in a checkpoint that lacks names with `part` in them."""
+        metas = {name: torch.empty(weight.shape, device="meta") for name, weight in self.training.weights()}
+
+        def rename(weights):
+            named = checkpoint_weights(self.training.model.causal_lm, weights)
+            return {name: weight for name, weight in named.items() if part not in name}
+
+        try:
+            self.rollout.layout(metas, rename)
+        except Exception as error:
+            return f"{type(error).__name__}: {error}"
+        return ""
+
+    @to_all
+    def break_a_sync(self, how: str) -> list[str]:
+        """Change every weight and sync, with `how` wrong in the middle; then try to sample. Returns the errors.
+
+        `stops` breaks off after some writes, `changes` writes other values than were sent.
+        """
+        self._enter(Phase.TRAIN)
+        with torch.no_grad():
+            for _, weight in self.training.weights():
+                weight.to_local().mul_(1.1)
+        self.changed = True
+        write_weights = self.rollout.write_weights
+
+        def broken(writes, inspect=None):
+            def spoiled():
+                for i, write in enumerate(write for some in writes for write in some):
+                    if how == "stops" and i == 5:
+                        raise SyncError("broken off")
+                    yield [write._replace(values=write.values + 1e-6) if how == "changes" and i == 5 else write]
+
+            write_weights(spoiled(), inspect)
+
+        errors = []
+        self.rollout.write_weights = broken
+        for call in (self.sync_weights, lambda: self.rollout.generate([Request([5, 6], 2)]),
+                     lambda: self.rollout.submit(Request([5, 6], 2)) and self.rollout.drive([])):
+            try:
+                call()
+            except Exception as error:
+                errors.append(f"{type(error).__name__}: {error}")
+        self.rollout.write_weights = write_weights
+        return errors
+
+    @to_all
+    def reshard(self) -> dict[str, int]:
+        """Bytes of the last sync that this rank received and that it needs, and of the whole model."""
+        channel = self.weight_sync
+        received = self.take_metrics()["sync/received_bytes"]
+        return {"received": int(received), "model": 4 * sum(prod(weight.shape) for weight in channel.weights),
+                "needed": 4 * needed_elements(channel.weights, channel.copies, channel.index)}
+
+    @to_all
+    def wrong_experts(self) -> tuple[int, list[str]]:
+        """Compare each expert in the engine, before packing, with training's: (matrices compared, those that differ).
+
+        Written down for vLLM's fused tensors, without the plan: gate and up are cut by rows, down by columns.
+        """
+        engine: dict[str, Tensor] = {}
+        self.rollout.load_weights(self.writes(), self.version, lambda name, values: engine.update({name: values.clone()}))
+        full = checkpoint_weights(self.training.model.causal_lm,
+                                  {name: weight.full_tensor() for name, weight in self.training.weights()})
+        peers = self.cfg.rollout.tensor_parallel
+        compared, wrong = 0, []
+        for name, weight in full.items():
+            found = re.match(r"(.*layers\.\d+)\..*experts\.(\d+)\.(gate_proj|up_proj|down_proj|w1|w2|w3)\.weight", name)
+            if not found:
+                continue
+            layer, expert, projection = found.groups()
+            down = projection in ("down_proj", "w2")
+            mine = weight.chunk(peers, dim=1 if down else 0)[self.rank % peers]
+            (fused,) = (v for k, v in engine.items() if k.startswith(layer + ".") and k.endswith("w2_weight" if down
+                                                                                             else "w13_weight"))
+            held = fused[int(expert)]
+            if not down:
+                held = held.chunk(2)[projection in ("up_proj", "w3")]
+            compared += 1
+            wrong += [] if torch.equal(held, mine) else [name]
+        return compared, wrong
+
+    def writes(self) -> Iterator[list[Write]]:
+        channel = self.weight_sync
+        return exchange(self.training.weights(), channel.plan, self.dtype, channel.group, Traffic())
 
     @to_all
     def generate_across_a_sync(self, batch: TensorDict, tokens: int, before: int) -> Any:

@@ -1,5 +1,7 @@
 """The policy with both real engines: every layout that two ranks allow, dense and mixture-of-experts."""
 
+import re
+
 import pytest
 import torch
 
@@ -18,10 +20,13 @@ from hybridrl.controller import WorkerGroup
 from hybridrl.controller.player import Player
 from hybridrl.errors import WorkerError
 from tests.distributed.probe import ProbeWorker, plain_loss
-from tests.models import tiny_model
+from tests.models import MIXTURES, tiny_model
 
 LAYOUTS = {"1": (1, 1), "2x1": (2, 1), "1x2": (2, 2)}
 """Name -> (ranks, tensor_parallel)."""
+FAMILIES = (*MIXTURES, "llama", "qwen2", "qwen3")
+"""Further models that one layout runs. vLLM makes its groups once a process, and those of a dense model don't do for a
+mixture: mixtures come first."""
 GAP = 1e-5
 """Agreement of the engines in float32."""
 
@@ -29,7 +34,7 @@ GAP = 1e-5
 @pytest.fixture(scope="module")
 def folders(tmp_path_factory):
     root = tmp_path_factory.mktemp("models")
-    return {kind: tiny_model(root / kind, kind, initializer_range=0.1) for kind in ("llama_tied", "qwen3_moe")}
+    return {kind: tiny_model(root / kind, kind, initializer_range=0.1) for kind in {*FAMILIES, "llama_tied"}}
 
 
 @pytest.fixture(scope="module")
@@ -42,7 +47,7 @@ def policies(ray_cluster, folders):
 
     def build(layout: str, kind: str, lora: str) -> None:
         cfg = PolicyConfig(
-            model=ModelConfig(path=str(folders[kind])), sync=SyncConfig(bucket_mib=1, lora=lora or "merged"),
+            model=ModelConfig(path=str(folders[kind])), sync=SyncConfig(bucket_mib=1, verify="full", lora=lora or "merged"),
             training=TrainingConfig(learning_rate=1e-2, micro_batch_tokens=64, lora=LoRAConfig(rank=3 if lora else 0)),
             rollout=RolloutConfig(tensor_parallel=LAYOUTS[layout][1], max_prompt_tokens=32, max_response_tokens=16))
         groups[layout, kind, lora] = WorkerGroup(ProbeWorker, pools[layout], cfg, role=f"{kind}{lora}")
@@ -51,7 +56,7 @@ def policies(ray_cluster, folders):
         if layout not in pools:
             pools[layout] = ray_cluster.pool(LAYOUTS[layout][0])
             # vLLM makes its groups once a process, and those of a dense model don't do for a mixture.
-            for role in ("qwen3_moe", "llama_tied"):
+            for role in (*FAMILIES, "llama_tied") if layout == "1x2" else ("qwen3_moe", "llama_tied"):
                 build(layout, role, "")
         if (layout, kind, lora) not in groups:
             build(layout, kind, lora)
@@ -222,7 +227,8 @@ def test_a_request_may_arrive_while_others_run(policies, layout):
 
 @pytest.mark.parametrize("kind, part, named", [
     ("llama_tied", "lm_head", "lm_head"), ("llama_tied", "layers.1.self_attn.k_proj", "layers.1.self_attn.qkv_proj"),
-    ("qwen3_moe", "experts.2.down_proj", "experts"), ("qwen3_moe", "layers.0.mlp.gate.weight", "layers.0.mlp.gate")])
+    ("qwen3_moe", "experts.down_proj", "experts.routed_experts.w2_weight"),
+    ("qwen3_moe", "layers.0.mlp.gate.weight", "layers.0.mlp.gate")])
 def test_a_weight_that_does_not_arrive_is_named_and_nothing_is_sampled(policies, kind, part, named):
     policy = policies("1", kind)
     policy.sync_weights()
@@ -230,6 +236,65 @@ def test_a_weight_that_does_not_arrive_is_named_and_nothing_is_sampled(policies,
     assert error.startswith("SyncError") and named in error
     policy.scale_weights(1.0)  # the next call syncs again, whole
     policy.sync_weights()
+    assert max(policy.gap()) < GAP
+
+
+@pytest.mark.parametrize("kind", FAMILIES)
+def test_every_family_is_resharded(policies, kind):
+    """Tensor parallelism 2 on two shards: equal log-probs after each update, and no element more than needed."""
+    policy = policies("1x2", kind)
+    for seed in range(3):
+        batch = policy.log_probs(policy.generate(prompts(3, seed)))
+        assert largest_gap(batch) < GAP
+        policy.update(with_loss_columns(batch), plain_loss)
+        assert min(policy.gap()) > 1e-3
+        policy.sync_weights()
+        assert max(policy.gap()) < GAP
+    for bytes_ in policy.reshard():
+        assert 0 < bytes_["received"] == bytes_["needed"] < 0.3 * bytes_["model"]
+
+
+@pytest.mark.parametrize("layout, kind", [("1", "qwen3_moe"), ("2x1", "qwen3_moe"), *(("1x2", k) for k in MIXTURES)])
+def test_experts_are_those_of_training_one_by_one(policies, layout, kind):
+    policy = policies(layout, kind)
+    policy.scale_weights(1.01)
+    policy.sync_weights()
+    layers = 1 if kind == "glm4_moe" else 2  # the first is dense
+    assert policy.wrong_experts() == [(layers * 4 * 3, [])] * LAYOUTS[layout][0]
+
+
+@pytest.mark.parametrize("layout, frac", [("1", 0.0), ("2x1", 0.5), ("1x2", 0.25)])
+@pytest.mark.parametrize("kind", ["llama_tied", "qwen3_moe"])
+def test_a_rank_receives_what_its_slice_lacks(policies, layout, kind, frac):
+    policy = policies(layout, kind)
+    policy.scale_weights(1.0)
+    policy.sync_weights()
+    for bytes_ in policy.reshard():
+        assert bytes_["received"] == bytes_["needed"] <= (frac + 0.001) * bytes_["model"]
+
+
+@pytest.mark.parametrize("layout", ["1", "1x2"])
+@pytest.mark.parametrize("how, message", [
+    ("stops", "SyncError: broken off"), ("changes", "SyncError: after weight sync .* slices that differ")])
+def test_a_sync_that_fails_ends_sampling_until_one_succeeds(policies, layout, how, message):
+    policy = policies(layout)
+    for errors in policy.break_a_sync(how):
+        assert re.match(message, errors[0])
+        assert [error.partition(":")[0] for error in errors[1:]] == ["PhaseError", "PhaseError"]
+    batch = policy.log_probs(policy.generate(prompts(2)))  # syncs again, whole
+    assert largest_gap(batch) < GAP
+
+
+@pytest.mark.parametrize("kind, part, named", [
+    ("llama_tied", "lm_head", "lm_head.weight (0 of"),
+    ("llama_tied", "layers.1.self_attn.k_proj", "layers.1.self_attn.qkv_proj.weight (6144 of 8192 elements)"),
+    ("qwen3_moe", "experts.2.down_proj", "layers.0.mlp.experts.routed_experts.w2_weight (9216 of 12288 elements)")])
+def test_a_weight_that_training_lacks_is_named_when_the_layout_is_found(policies, kind, part, named):
+    policy = policies("1", kind)
+    error = policy.layout_without(part)[0]
+    assert error.startswith("SyncError: weight sync left") and named in error
+    policy.scale_weights(1.0)
+    policy.sync_weights()  # the engine is as it was
     assert max(policy.gap()) < GAP
 
 

@@ -50,13 +50,13 @@ class FatalPolicyWorker(PolicyWorker):
     def _sync(self):
         write = self.rollout.write_weights
 
-        def after_the_first_bucket(buckets):
+        def after_the_first_bucket(writes, inspect=None):
             def watched():
-                for bucket in buckets:
-                    yield bucket
+                for some in writes:
+                    yield some
                     self._die("sync")
 
-            write(watched())
+            write(watched(), inspect)
 
         # Only what follows the update: the sync before the first sampling belongs to `generate`.
         if self.version:

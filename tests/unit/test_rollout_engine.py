@@ -9,6 +9,7 @@ import torch
 
 from hybridrl.errors import DeadlineError, PhaseError, SyncError
 from hybridrl.workers.rollout.engine import Completion, Request, RolloutEngine
+from hybridrl.workers.weights.regions import Write, whole
 from tests.models import tiny_model
 
 WAIT_S = 60
@@ -34,8 +35,11 @@ class CountingEngine(RolloutEngine):
         for request_id in request_ids:
             self.rows.pop(request_id)
 
-    def write_weights(self, buckets):
-        list(buckets)
+    def layout(self, weights, rename):
+        return []
+
+    def write_weights(self, writes, inspect=None):
+        list(writes)
 
     def score(self, token_ids):
         return [0.0] * (len(token_ids) - 1)
@@ -219,6 +223,33 @@ def test_a_load_that_fails_leaves_an_engine_that_refuses(counting):
     assert counting.generate([Request([10], 1)])[0].versions == [3]
 
 
+def test_a_request_for_other_weights_is_refused_and_the_others_run(counting):
+    early, right, late, any_version = (counting.submit(Request([10 * i], 2, version=version))
+                                       for i, version in enumerate((0, 1, 2, None), start=1))
+    counting.drive([early, right, late, any_version])
+    assert right.result(0).versions == any_version.result(0).versions == [1, 1]
+    for future, asked in ((early, 0), (late, 2)):
+        with pytest.raises(PhaseError, match=f"asks for weights of version {asked}, the rollout engine holds version 1"):
+            future.result(0)
+    assert counting.seen == [[20, 40], [20, 40]]
+    with pytest.raises(PhaseError, match="version 2"):
+        counting.generate([Request([10], 1, version=2)])
+    counting.load_weights([], version=2)
+    assert counting.generate([Request([10], 1, version=2)])[0].versions == [2]
+
+
+def test_a_request_keeps_running_over_a_sync_under_the_version_it_started_with(counting):
+    steps = []
+
+    def sync_before_the_second():
+        steps.append(1)
+        if len(steps) == 2:
+            counting.load_weights([], version=2)
+
+    counting.before_step = sync_before_the_second
+    assert counting.generate([Request([10], 3, version=1)])[0].versions == [1, 2, 2]
+
+
 def test_the_time_of_the_first_token_is_kept(counting):
     before = time.time()
     counting.generate([Request([10], 2)])
@@ -239,12 +270,16 @@ def model(request, tmp_path_factory):
     return folder, AutoModelForCausalLM.from_pretrained(folder).eval()
 
 
+def writes(weights):
+    return [Write(name, whole(weight.shape), weight) for name, weight in weights]
+
+
 def engine_on(model, **options):
     from hybridrl.workers.rollout.transformers_engine import TransformersEngine
 
     folder, reference = model
     engine = TransformersEngine(folder, torch.device("cpu"), torch.float32, options.pop("stop_ids", []), **options)
-    engine.load_weights([list(reference.named_parameters())], version=1)
+    engine.load_weights([writes(reference.named_parameters())], version=1)
     return engine
 
 
@@ -337,7 +372,7 @@ def test_weights_may_change_in_mid_generation(model):
     def counted():
         steps.append(1)
         if len(steps) == 4:
-            engine.load_weights([[(n, p * factors[n]) for n, p in model[1].named_parameters()]], version=2)
+            engine.load_weights([writes((n, p * factors[n]) for n, p in model[1].named_parameters())], version=2)
         return step()
 
     engine.step = counted
@@ -370,6 +405,6 @@ def test_a_weight_that_does_not_arrive_is_named(model):
     name = "model.layers.1.self_attn.k_proj.weight"
     kept = [pair for pair in model[1].named_parameters() if pair[0] != name]
     with pytest.raises(SyncError, match=rf"left 1 engine weights unwritten: {name}\."):
-        engine.load_weights([kept[:5], kept[5:]], version=2)
+        engine.load_weights([writes(kept[:5]), writes(kept[5:])], version=2)
     with pytest.raises(PhaseError, match="without loaded weights"):
         engine.generate([Request([5], 1)])

@@ -13,7 +13,7 @@ import math
 import queue
 import time
 from abc import ABC, abstractmethod
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from concurrent.futures import Future, InvalidStateError
 from contextlib import suppress
 from dataclasses import dataclass
@@ -22,9 +22,13 @@ from typing import Any
 from torch import Tensor
 
 from hybridrl.errors import DeadlineError, PhaseError
+from hybridrl.workers.weights.regions import Copy, Write
 
-Bucket = list[tuple[str, Tensor]]
-"""Some named full weights, already in the engine's dtype."""
+Rename = Callable[[Mapping[str, Tensor]], Mapping[str, Tensor]]
+"""Weights of the transformers module to what a saved checkpoint holds."""
+
+Inspect = Callable[[str, Tensor], None]
+"""Called with an engine parameter's name and its values."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -35,6 +39,8 @@ class Request:
     max_tokens: int
     temperature: float = 1.0
     seed: int | None = None
+    version: int | None = None
+    """Version of the weights that it must start under; None: whichever are loaded."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -68,9 +74,6 @@ class RolloutEngine(ABC):
         stop_ids: token ids that end a response.
     """
 
-    checkpoint_names = True
-    """Whether `load_weights` takes the names of a saved checkpoint, or those of the transformers module."""
-
     def __init__(self, stop_ids: Sequence[int]):
         self.stop_ids = sorted(set(stop_ids))
         self.version: int | None = None
@@ -103,8 +106,25 @@ class RolloutEngine(ABC):
         """Stop requests; their tokens are lost."""
 
     @abstractmethod
-    def write_weights(self, buckets: Iterable[Bucket]) -> None:
-        """Replace every weight; raise SyncError naming what did not arrive."""
+    def layout(self, weights: Mapping[str, Tensor], rename: Rename) -> list[Copy]:
+        """Where this rank's parameters take their elements from.
+
+        Args:
+            weights: meta tensors in the shapes and under the names of the transformers module.
+            rename: turns them into those of a checkpoint.
+        Raises:
+            SyncError: parameters that none of the weights fills.
+        """
+
+    @abstractmethod
+    def write_weights(self, writes: Iterable[list[Write]], inspect: Inspect | None = None) -> None:
+        """Make the writes, which together fill every parameter as `layout` said.
+
+        Args:
+            inspect: sees every parameter once it is filled, in the layout's shape: before the engine packs it.
+        Raises:
+            SyncError: naming what did not arrive.
+        """
 
     @abstractmethod
     def score(self, token_ids: Sequence[int]) -> list[float]:
@@ -180,6 +200,9 @@ class RolloutEngine(ABC):
 
     def _follow(self, orders: Orders) -> None:
         for request_id, request in orders.arrived:
+            if request.version not in (None, self.version):
+                self._refuse(request_id, request)
+                continue
             self._running.add(request_id)
             self.add(request_id, request)
         cancelled = [request_id for request_id in orders.cancelled if request_id in self._running]
@@ -188,6 +211,13 @@ class RolloutEngine(ABC):
         for request_id in cancelled:
             self._running.discard(request_id)
             self._futures.pop(request_id, None)
+
+    def _refuse(self, request_id: str, request: Request) -> None:
+        future = self._futures.pop(request_id, None)
+        if future is not None:
+            with suppress(InvalidStateError):
+                future.set_exception(PhaseError(f"a request asks for weights of version {request.version}, the rollout "
+                                                f"engine holds version {self.version}: sync weights first."))
 
     def _finish(self, request_id: str, completion: Completion) -> None:
         self._running.discard(request_id)
@@ -224,14 +254,14 @@ class RolloutEngine(ABC):
         """Whether this rank decides what its tensor-parallel group submits."""
         return True
 
-    def load_weights(self, buckets: Iterable[Bucket], version: int) -> None:
+    def load_weights(self, writes: Iterable[list[Write]], version: int, inspect: Inspect | None = None) -> None:
         """Replace every weight and stamp what is sampled from now on with `version`.
 
         A load that fails leaves an engine that refuses to sample, never a mixture.
         Raises SyncError naming the weights that did not arrive.
         """
         self.version = None
-        self.write_weights(buckets)
+        self.write_weights(writes, inspect)
         self.version = version
 
 

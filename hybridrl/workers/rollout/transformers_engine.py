@@ -1,6 +1,6 @@
 """A slow, plain engine on a transformers model: the reference in tests, and for models that vLLM lacks."""
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -9,7 +9,8 @@ import torch
 from torch import Tensor
 
 from hybridrl.errors import SyncError
-from hybridrl.workers.rollout.engine import Bucket, Completion, Request, RolloutEngine
+from hybridrl.workers.rollout.engine import Completion, Inspect, Rename, Request, RolloutEngine
+from hybridrl.workers.weights.regions import Copy, Write, whole
 
 
 @dataclass(slots=True)
@@ -44,8 +45,6 @@ class TransformersEngine(RolloutEngine):
         max_running: sequences decoded at a time.
         frozen: take the folder's weights, and never others.
     """
-
-    checkpoint_names = False
 
     def __init__(self, model_path: Path, device: torch.device, dtype: torch.dtype, stop_ids: Sequence[int],
                  max_running: int = 64, trust_remote_code: bool = False, frozen: bool = False):
@@ -142,17 +141,27 @@ class TransformersEngine(RolloutEngine):
         log_probs = self.model(input_ids=ids, use_cache=False).logits[0, :-1].float().log_softmax(-1)
         return log_probs.gather(1, ids[0, 1:, None])[:, 0].tolist()
 
-    @torch.no_grad()
-    def write_weights(self, buckets: Iterable[Bucket]) -> None:
+    def layout(self, weights: Mapping[str, Tensor], rename: Rename) -> list[Copy]:
         parameters = dict(self.model.named_parameters())
-        missing = set(parameters)
-        for bucket in buckets:
-            for name, weight in bucket:
-                parameters[name].copy_(weight)
-                missing.discard(name)
-        if missing:
-            names = ", ".join(sorted(missing)[:5])
-            raise SyncError(f"weight sync left {len(missing)} engine weights unwritten: {names}.")
+        _refuse_missing(parameters.keys() - weights.keys())
+        return [Copy(name, whole(p.shape), name, whole(p.shape)) for name, p in parameters.items()]
+
+    @torch.no_grad()
+    def write_weights(self, writes: Iterable[list[Write]], inspect: Inspect | None = None) -> None:
+        parameters = dict(self.model.named_parameters())
+        missing = {name: parameter.numel() for name, parameter in parameters.items()}
+        for write in (write for some in writes for write in some):
+            write.target.of(parameters[write.parameter]).copy_(write.values)
+            missing[write.parameter] -= write.values.numel()
+        _refuse_missing(name for name, elements in missing.items() if elements)
+        if inspect is not None:
+            for name, parameter in parameters.items():
+                inspect(name, parameter)
         # Running rows go on under the new weights: their cached keys and values must be computed anew.
         self._waiting = [row for cohort in self._cohorts for row in cohort.rows] + self._waiting
         self._cohorts = []
+
+
+def _refuse_missing(names: Iterable[str]) -> None:
+    if missing := sorted(names):
+        raise SyncError(f"weight sync left {len(missing)} engine weights unwritten: {', '.join(missing[:5])}.")

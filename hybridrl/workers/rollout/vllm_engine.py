@@ -1,13 +1,8 @@
-"""vLLM in this process, stepped by our loop.
-
-On CPU vLLM packs GEMM weights and drops the plain ones, so a sync goes through its layerwise reload, which
-restores, loads and packs one layer at a time. That reload neither raises when a weight never arrives nor knows
-that a tied head is packed apart from its embedding: `_incomplete_layers` looks at what each layer received.
-"""
+"""vLLM in this process, stepped by our loop."""
 
 import os
 import uuid
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -16,15 +11,17 @@ import torch.distributed as dist
 from transformers import AutoConfig
 
 from hybridrl.config import LoRAConfig, RolloutConfig
-from hybridrl.errors import ConfigError, ModelError, SyncError
-from hybridrl.workers.rollout.engine import Bucket, Completion, Orders, Request, RolloutEngine
+from hybridrl.errors import ConfigError, ModelError
+from hybridrl.workers.rollout.engine import Completion, Inspect, Orders, Rename, Request, RolloutEngine
+from hybridrl.workers.rollout.vllm_adapter import ADAPTER_ID, load_adapter
+from hybridrl.workers.rollout.vllm_weights import Layout, find_layout, reload
+from hybridrl.workers.weights.regions import Copy, Write, whole
 
 CPU_BLOCK = 128
 """Tokens of a KV-cache block on CPU, at most: a sequence takes whole blocks."""
 CPU_STEP_TOKENS = 4096
 """Tokens of one step on CPU, unless a single sequence may have more."""
 
-ADAPTER_ID = 1
 ADAPTER_RANKS = (1, 8, 16, 32, 64, 128, 256, 320, 512)
 """Sizes in which vLLM makes room for an adapter."""
 
@@ -167,14 +164,21 @@ class VLLMEngine(RolloutEngine):
 
     # ---- weights
 
-    def write_weights(self, buckets: Iterable[Bucket]) -> None:
+    def layout(self, weights: Mapping[str, torch.Tensor], rename: Rename) -> list[Copy]:
         if self.lora:
-            self.llm.collective_rpc(_load_adapter, args=(buckets, self.lora))
+            self._layout = Layout([Copy(name, whole(a.shape), name, whole(a.shape)) for name, a in weights.items()], [])
         else:
-            self.llm.collective_rpc(_reload, args=(buckets,))
+            self._layout = self.llm.collective_rpc(find_layout, args=(weights, rename))[0]
+        return self._layout.copies
 
-    def load_weights(self, buckets: Iterable[Bucket], version: int) -> None:
-        super().load_weights(buckets, version)
+    def write_weights(self, writes: Iterable[list[Write]], inspect: Inspect | None = None) -> None:
+        if self.lora:
+            self.llm.collective_rpc(load_adapter, args=(self._layout, writes, inspect, self.lora))
+        else:
+            self.llm.collective_rpc(reload, args=(self._layout, writes, inspect))
+
+    def load_weights(self, writes: Iterable[list[Write]], version: int, inspect: Inspect | None = None) -> None:
+        super().load_weights(writes, version, inspect)
         self.engine.engine_core.set_weight_version(str(version))
         # Cached keys and values, of running requests too, belong to the old weights.
         self.engine.reset_prefix_cache(reset_running_requests=True)
@@ -293,88 +297,6 @@ def _completion(output: Any) -> Completion:
         versions += [int(span.version)] * (span.end - span.start)
     reason = output.finish_reason if output.finish_reason in ("stop", "length") else "aborted"
     return Completion(token_ids, list(output.logprobs.logprobs), versions, reason)
-
-
-def _reload(worker: Any, buckets: Iterable[Bucket]) -> None:
-    """Run in vLLM's worker: load every weight through the layerwise reload and check that all arrived."""
-    from vllm.config import set_current_vllm_config
-    from vllm.model_executor.model_loader.reload.layerwise import (
-        finalize_layerwise_reload,
-        initialize_layerwise_reload,
-    )
-
-    model = worker.model_runner.get_model()
-    named = {name for name, _ in model.named_parameters()}
-    with set_current_vllm_config(worker.vllm_config), torch.no_grad():
-        initialize_layerwise_reload(model)
-        if worker.device.type == "cpu":
-            _forget_expert_kernels(model)
-        written = model.load_weights(_each(buckets)) or set()
-        missing = sorted(named - set(written)) or _incomplete_layers(model)
-        finalize_layerwise_reload(model, worker.model_runner.model_config)
-    if missing:
-        shown = ", ".join(missing[:5]) + (f" and {len(missing) - 5} more" if len(missing) > 5 else "")
-        raise SyncError(f"weight sync left {len(missing)} engine weights unwritten: {shown}.")
-
-
-def _load_adapter(worker: Any, buckets: Iterable[Bucket], cfg: LoRAConfig) -> None:
-    """Run in vLLM's worker: put the adapter in the place of the one before, and check that every part has a layer."""
-    from vllm.lora.lora_model import LoRAModel
-    from vllm.lora.lora_weights import LoRALayerWeights
-
-    factors = {name: weight.clone() for name, weight in _each(buckets)}
-    layers = {}
-    for name, a in factors.items():
-        if name.endswith(".lora_A.weight"):
-            layer = name.removesuffix(".lora_A.weight")
-            b = factors[f"{layer}.lora_B.weight"] * cfg.scaling
-            layers[layer] = LoRALayerWeights(layer, cfg.rank, cfg.rank, a, b, scaling=1.0)
-    adapter, manager = LoRAModel(ADAPTER_ID, cfg.rank, layers), worker.model_runner.lora_manager._adapter_manager
-    manager.remove_adapter(ADAPTER_ID)
-    manager.add_adapter(adapter)  # joins what vLLM holds in one, queries and keys for instance
-    strays = sorted(set(adapter.loras) - set(manager.modules))
-    if strays:
-        raise SyncError(f"vLLM has no adapters for {len(strays)} layers: {', '.join(strays[:5])}. "
-                        "policy.sync.lora=merged does without them.")
-    manager.activate_adapter(ADAPTER_ID)
-
-
-def _forget_expert_kernels(model: torch.nn.Module) -> None:
-    """Have each mixture layer packed anew: a CPU kernel that exists already is not given the packed weights."""
-    for layer in model.modules():
-        method: Any = getattr(layer, "quant_method", None)
-        if getattr(method, "moe_kernel", None) is not None:
-            method.moe_kernel = None
-
-
-def _each(buckets: Iterable[Bucket]) -> Iterator[tuple[str, torch.Tensor]]:
-    for bucket in buckets:
-        yield from bucket
-
-
-def _incomplete_layers(model: torch.nn.Module) -> list[str]:
-    """Layers that received fewer elements than they hold, vocabulary padding aside.
-
-    Read between loading and finalising: a layer that got everything has been packed and reset by then.
-    """
-    from vllm.model_executor.layers.attention import is_deferred_attention_layer
-    from vllm.model_executor.model_loader.reload.layerwise import get_layerwise_info
-    from vllm.model_executor.model_loader.reload.utils import get_tensor_load_numel
-
-    incomplete = []
-    for name, layer in model.named_modules():
-        info = get_layerwise_info(layer)
-        if not info.can_load() or is_deferred_attention_layer(layer):
-            continue
-        # Buffers (rotary tables) are computed, not loaded: only parameters must arrive.
-        expected = sum(get_tensor_load_numel(p) for p in layer.parameters(recurse=False))
-        shards = getattr(layer, "shard_indices", None)
-        if shards is not None:
-            padding = shards.num_elements_padded - shards.num_org_elements - shards.num_added_elements
-            expected -= padding * layer.embedding_dim
-        if info.load_numel < expected:
-            incomplete.append(f"{name} ({info.load_numel} of {expected} elements)")
-    return incomplete
 
 
 def _one_line(error: BaseException) -> str:

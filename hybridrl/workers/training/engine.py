@@ -14,7 +14,7 @@ import torch
 import torch.distributed as dist
 from tensordict import TensorDict
 from torch import Tensor
-from torch.distributed.tensor import DTensor, Shard
+from torch.distributed.tensor import DTensor, Replicate, Shard
 
 from hybridrl.algorithms.partials import Balance, Mean, Partial, finalize, merge
 from hybridrl.batch import from_lengths, lengths
@@ -88,9 +88,14 @@ class TrainingEngine:
         """Parameters by their name in the transformers model, as detached DTensors that share memory with the engine.
 
         Model order; a tied parameter comes once, under the name of its first use. A weight with an adapter comes
-        with it merged in, made when it is drawn: every rank draws all.
+        with it merged in, made when it is drawn: every rank draws all. Buffers that belong to a saved model (the bias
+        of some routers) come last, whole on every rank.
         """
         yield from self._distributed(merged(self.model.causal_lm))
+        saved = self.model.causal_lm.state_dict().keys()
+        for name, buffer in self.model.causal_lm.named_buffers():
+            if name in saved:
+                yield name, DTensor.from_local(buffer, self.mesh, [Replicate()] * self.mesh.ndim, run_check=False)
 
     def adapters(self) -> Iterator[tuple[str, DTensor]]:
         """The adapters alone, `<layer>.lora_A.weight` [rank, inputs] and `<layer>.lora_B.weight` [outputs, rank]."""

@@ -4,27 +4,23 @@ transformers 5 holds some weights in another shape than checkpoints do (the expe
 tensor); passed on under those names, vLLM would ignore them without a word.
 """
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Mapping
 
-from torch import nn
+from torch import Tensor, nn
 from transformers.core_model_loading import revert_weight_conversion
 
-from hybridrl.workers.rollout.engine import Bucket
 
-
-def checkpoint_buckets(model: nn.Module, buckets: Iterable[Bucket]) -> Iterator[Bucket]:
-    """Translate each bucket to checkpoint names and shapes, and repeat a tied embedding as the head's weight.
+def checkpoint_weights(model: nn.Module, weights: Mapping[str, Tensor]) -> dict[str, Tensor]:
+    """Weights under checkpoint names and in checkpoint shapes, a tied embedding repeated as the head's weight.
 
     Args:
         model: the transformers model that the module names belong to.
-        buckets: (module name, full weight) pairs, each parameter once.
+        weights: full weights by module name, each parameter once.
     """
-    tied = dict(tied_names(model))
-    for bucket in buckets:
-        named = revert_weight_conversion(model, dict(bucket))
-        # An engine packs the head apart from the embedding, so the tied weight must arrive under both names.
-        repeated = [(alias, weight) for name, weight in bucket for alias in tied.get(name, [])]
-        yield [*named.items(), *repeated]
+    tied = tied_names(model)
+    named = revert_weight_conversion(model, dict(weights))
+    # An engine packs the head apart from the embedding, so the tied weight must arrive under both names.
+    return named | {alias: weight for name, weight in weights.items() for alias in tied.get(name, [])}
 
 
 def tied_names(model: nn.Module) -> dict[str, list[str]]:

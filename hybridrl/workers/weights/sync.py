@@ -1,8 +1,11 @@
-"""One weight sync: FSDP shards to the rollout engine, and a check that both engines mean the same model."""
+"""The weight channel: FSDP shards to the rollout engine, and checks that both engines mean the same model.
+
+    layout of the engine ─> plan (once)        weights ─> exchange ─> engine, bucket by bucket (each sync)
+"""
 
 import math
 import time
-from collections.abc import Iterator
+from functools import partial
 
 import torch
 import torch.distributed as dist
@@ -11,40 +14,96 @@ from torch import Tensor
 from hybridrl.batch import make_batch
 from hybridrl.config import SyncConfig
 from hybridrl.errors import SyncError
-from hybridrl.workers.rollout.engine import Bucket, RolloutEngine
+from hybridrl.workers.rollout.engine import RolloutEngine
 from hybridrl.workers.training.engine import TrainingEngine
-from hybridrl.workers.weights.buckets import full_buckets
-from hybridrl.workers.weights.names import checkpoint_buckets
+from hybridrl.workers.weights.digests import Digests
+from hybridrl.workers.weights.exchange import Traffic, exchange, sharding
+from hybridrl.workers.weights.names import checkpoint_weights
+from hybridrl.workers.weights.plan import make_plan
+from hybridrl.workers.weights.regions import Copy
 
 DEFAULT_GAP = {torch.float32: 1e-3, torch.bfloat16: 0.5}
 """Largest accepted log-prob gap by rollout dtype, where none is configured: far above rounding, far below stale."""
 
 
-def sync_weights(training: TrainingEngine, rollout: RolloutEngine, cfg: SyncConfig, dtype: torch.dtype,
-                 version: int) -> dict[str, float]:
-    """Replace the rollout engine's weights by the training engine's, as `version`. Collective over all ranks.
+class WeightSync:
+    """Brings a rollout engine to the weights of a training engine, as often as asked.
+
+    Building one is collective over all ranks: every rank finds out where its rollout engine's parameters take their
+    elements from, and all make one plan of it.
 
     Args:
-        dtype: dtype of the rollout engine's weights.
-    Returns:
-        `sync/version`, `sync/bytes` (handed to this rank's engine), `time/sync_load`.
+        dtype: of the rollout engine's weights.
+        tensor_parallel: consecutive ranks that share one rollout engine.
     Raises:
-        SyncError: engine weights that never arrived; the engine refuses to sample from then on.
+        SyncError: engine parameters that no weight of training fills.
     """
-    started, counter = time.perf_counter(), {"bytes": 0}
-    merged = cfg.lora == "merged"
-    buckets = full_buckets(training.weights() if merged else training.adapters(), dtype, cfg.bucket_mib << 20)
-    if rollout.checkpoint_names and merged:
-        buckets = checkpoint_buckets(training.model.causal_lm, buckets)
-    rollout.load_weights(_counted(buckets, counter), version)
-    return {"sync/version": float(version), "sync/bytes": float(counter["bytes"]),
-            "time/sync_load": time.perf_counter() - started}
+
+    def __init__(self, training: TrainingEngine, rollout: RolloutEngine, cfg: SyncConfig, dtype: torch.dtype,
+                 tensor_parallel: int):
+        self.training, self.rollout, self.cfg, self.dtype = training, rollout, cfg, dtype
+        self.held = training.adapters if cfg.lora == "adapter" else training.weights
+        """Yields what is sent, as training holds it."""
+        weights, self.group = sharding(self.held())
+        metas = {w.name: torch.empty(w.shape, dtype=dtype, device="meta") for w in weights}
+        self.copies = rollout.layout(metas, partial(checkpoint_weights, training.model.causal_lm))
+        by_peer = _layouts(self.copies, tensor_parallel)
+        members = dist.get_process_group_ranks(self.group) if self.group else [dist.get_rank()]
+        self.index = members.index(dist.get_rank())
+        self.layouts = [by_peer[rank % tensor_parallel] for rank in members]
+        self.weights = weights
+        self.plan = make_plan(weights, self.layouts, self.index, (cfg.bucket_mib << 20) // dtype.itemsize)
+
+    def run(self, version: int) -> dict[str, float]:
+        """Replace the rollout engine's weights, as `version`. Collective over all ranks.
+
+        Returns:
+            `sync/version`, `sync/bytes` (written into this rank's engine), `sync/received_bytes` (from other ranks),
+            `time/sync_load`, and with `verify=full` `time/sync_verify`.
+        Raises:
+            SyncError: weights that never arrived or arrived changed; the engine refuses to sample from then on.
+        """
+        started, traffic = time.perf_counter(), Traffic()
+        digests = Digests(self.copies, self.dtype) if self.cfg.verify == "full" else None
+        writes = exchange(self.held(), self.plan, self.dtype, self.group, traffic)
+        self.rollout.load_weights(writes, version, digests.inspect if digests else None)
+        metrics = {"sync/version": float(version), "sync/bytes": float(traffic.written * self.dtype.itemsize),
+                   "sync/received_bytes": float(traffic.received * self.dtype.itemsize),
+                   "time/sync_load": time.perf_counter() - started}
+        if digests:
+            started = time.perf_counter()
+            self._compare(digests, version)
+            metrics["time/sync_verify"] = time.perf_counter() - started
+        return metrics
+
+    def check(self, gap: float, version: int) -> None:
+        """Raise SyncError for a gap of the fingerprint above what is accepted; the engine then refuses to sample."""
+        try:
+            check_gap(gap, self.cfg, self.dtype, version)
+        except SyncError:
+            self.rollout.version = None
+            raise
+
+    def _compare(self, digests: Digests, version: int) -> None:
+        sent = digests.of_training(self.held(), self.weights, self.layouts, self.index, self.group)
+        different = digests.different(sent)
+        count = torch.tensor(len(different), device=self.training.device)
+        dist.all_reduce(count)
+        if count:
+            self.rollout.version = None
+            names = ", ".join(different[:5]) or "all on other ranks"
+            raise SyncError(f"after weight sync {version} the rollout engine has {int(count)} slices that differ from "
+                            f"training: {names}.")
 
 
-def _counted(buckets: Iterator[Bucket], counter: dict[str, int]) -> Iterator[Bucket]:
-    for bucket in buckets:
-        counter["bytes"] += sum(weight.numel() * weight.element_size() for _, weight in bucket)
-        yield bucket
+def _layouts(copies: list[Copy], tensor_parallel: int) -> list[list[Copy]]:
+    """The layout of each tensor-parallel peer; every engine's peers have those of the first engine."""
+    layouts: list[list[Copy]] = [copies] * tensor_parallel
+    for peer in range(tensor_parallel if dist.get_world_size() > 1 else 0):
+        box = [copies]
+        dist.broadcast_object_list(box, src=peer)
+        layouts[peer] = box[0]
+    return layouts
 
 
 def fingerprint_ids(num_tokens: int, vocabulary: int) -> list[int]:
