@@ -28,6 +28,7 @@ from hybridrl.config import ClusterConfig, ModelConfig, PolicyConfig, RolloutCon
 from hybridrl.controller import Cluster, WorkerGroup
 from hybridrl.dispatch import to_all
 from hybridrl.workers.policy import PolicyWorker
+from hybridrl.workers.rollout.vllm_engine import VLLMEngine
 from hybridrl.workers.weights.plan import needed_elements
 from hybridrl.workers.weights.sync import fingerprint_ids, largest_gap, training_log_probs
 
@@ -77,7 +78,8 @@ class MeasuredPolicy(PolicyWorker):
                 for _, weight in self.training.weights():
                     weight.to_local().mul_(1.001)
             before = self._gap()
-            repack = self.rollout.llm.collective_rpc(repack_seconds, args=(self.rollout._layout,))[0]
+            assert isinstance(self.rollout, VLLMEngine)
+            repack = self.rollout.llm.collective_rpc(repack_seconds, args=(self.rollout.found,))[0]
             torch.distributed.barrier()
             with PeakMemory(self.device) as memory:
                 started = time.perf_counter()

@@ -117,7 +117,8 @@ class ProbeWorker(PolicyWorker):
         Written down for vLLM's fused tensors, without the plan: gate and up are cut by rows, down by columns.
         """
         engine: dict[str, Tensor] = {}
-        self.rollout.load_weights(self.writes(), self.version, lambda name, values: engine.update({name: values.clone()}))
+        self.rollout.load_weights(self.writes(), self.version,
+                                  lambda name, values: engine.update({name: values.clone()}))
         full = checkpoint_weights(self.training.model.causal_lm,
                                   {name: weight.full_tensor() for name, weight in self.training.weights()})
         peers = self.cfg.rollout.tensor_parallel

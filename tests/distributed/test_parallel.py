@@ -17,7 +17,9 @@ from hybridrl.controller.cluster import cpu_cores
 from hybridrl.controller.worker_group import WorkerGroup
 from hybridrl.errors import ConfigError, ModelError
 from hybridrl.workers.trainer import TrainerWorker
-from hybridrl.workers.weights.buckets import full_buckets
+from hybridrl.workers.weights.exchange import Traffic, exchange, sharding
+from hybridrl.workers.weights.plan import make_plan
+from hybridrl.workers.weights.regions import Copy, whole
 from tests.distributed.test_training_engine import (
     assert_same_metrics,
     assert_same_weights,
@@ -45,6 +47,19 @@ SCORED = {"llama": {}, "qwen2": dict(use_sliding_window=True, sliding_window=4, 
 
 
 OPTIMIZERS = ["muon", *(["adamw_8bit"] if find_spec("torchao") else [])]
+
+
+def resharded(ours):
+    """The weights as they come to a rollout engine that takes all of them whole."""
+    weights, group = sharding(ours.weights())
+    copies = [Copy(w.name, whole(w.shape), w.name, whole(w.shape)) for w in weights]
+    members = dist.get_process_group_ranks(group) if group else [dist.get_rank()]
+    plan = make_plan(weights, [copies] * len(members), members.index(dist.get_rank()), 10_000)
+    result = {w.name: torch.empty(w.shape) for w in weights}
+    for name, target, values in (write for some in exchange(ours.weights(), plan, torch.float32, group, Traffic())
+                                 for write in some):
+        target.of(result[name]).copy_(values)
+    return result
 
 
 def engine(path, dtype=torch.float64, module=None, **options):
@@ -113,8 +128,7 @@ def scenario(folders: dict[str, Path], scratch: Path) -> dict:
         if name == "replicas":
             result["layout"] = [(w.device_mesh.mesh.tolist(), w.placements) for _, w in ours.weights()]
             result["memory"], result["num_parameters"] = ours.memory()["parameters"], ours.num_parameters
-            result["buckets"] = {name: w for bucket in full_buckets(ours.weights(), torch.float32, 40000)
-                                 for name, w in bucket}
+            result["resharded"] = resharded(ours)
     for optimizer in OPTIMIZERS:
         for name, options in {"shards": {}, "replicas": dict(shard_ranks=1)}.items():
             saved = scratch / f"{optimizer}-{ranks}-{name}"
@@ -267,7 +281,7 @@ def test_replicas_hold_whole_copies(outcome):
     for result in outcome[2]:
         assert result["layout"] == [([[0], [1]], (Replicate(), Shard(0)))] * len(result["layout"])
         assert result["memory"] == 4 * result["num_parameters"]
-        assert_same_weights(result["buckets"], result["continued", "replicas"], atol=0)
+        assert_same_weights(result["resharded"], result["continued", "replicas"], atol=0)
 
 
 def test_worker_groups_hand_the_same_rows_to_ranks_that_share_them(shared_pool, tmp_path):

@@ -47,7 +47,8 @@ def policies(ray_cluster, folders):
 
     def build(layout: str, kind: str, lora: str) -> None:
         cfg = PolicyConfig(
-            model=ModelConfig(path=str(folders[kind])), sync=SyncConfig(bucket_mib=1, verify="full", lora=lora or "merged"),
+            model=ModelConfig(path=str(folders[kind])),
+            sync=SyncConfig(bucket_mib=1, verify="full", lora=lora or "merged"),
             training=TrainingConfig(learning_rate=1e-2, micro_batch_tokens=64, lora=LoRAConfig(rank=3 if lora else 0)),
             rollout=RolloutConfig(tensor_parallel=LAYOUTS[layout][1], max_prompt_tokens=32, max_response_tokens=16))
         groups[layout, kind, lora] = WorkerGroup(ProbeWorker, pools[layout], cfg, role=f"{kind}{lora}")

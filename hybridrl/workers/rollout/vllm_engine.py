@@ -166,16 +166,16 @@ class VLLMEngine(RolloutEngine):
 
     def layout(self, weights: Mapping[str, torch.Tensor], rename: Rename) -> list[Copy]:
         if self.lora:
-            self._layout = Layout([Copy(name, whole(a.shape), name, whole(a.shape)) for name, a in weights.items()], [])
+            self.found = Layout([Copy(name, whole(a.shape), name, whole(a.shape)) for name, a in weights.items()], [])
         else:
-            self._layout = self.llm.collective_rpc(find_layout, args=(weights, rename))[0]
-        return self._layout.copies
+            self.found = self.llm.collective_rpc(find_layout, args=(weights, rename))[0]
+        return self.found.copies
 
     def write_weights(self, writes: Iterable[list[Write]], inspect: Inspect | None = None) -> None:
         if self.lora:
-            self.llm.collective_rpc(load_adapter, args=(self._layout, writes, inspect, self.lora))
+            self.llm.collective_rpc(load_adapter, args=(self.found, writes, inspect, self.lora))
         else:
-            self.llm.collective_rpc(reload, args=(self._layout, writes, inspect))
+            self.llm.collective_rpc(reload, args=(self.found, writes, inspect))
 
     def load_weights(self, writes: Iterable[list[Write]], version: int, inspect: Inspect | None = None) -> None:
         super().load_weights(writes, version, inspect)
