@@ -240,65 +240,6 @@ def test_a_weight_that_does_not_arrive_is_named_and_nothing_is_sampled(policies,
     assert max(policy.gap()) < GAP
 
 
-@pytest.mark.parametrize("kind", FAMILIES)
-def test_every_family_is_resharded(policies, kind):
-    """Tensor parallelism 2 on two shards: equal log-probs after each update, and no element more than needed."""
-    policy = policies("1x2", kind)
-    for seed in range(3):
-        batch = policy.log_probs(policy.generate(prompts(3, seed)))
-        assert largest_gap(batch) < GAP
-        policy.update(with_loss_columns(batch), plain_loss)
-        assert min(policy.gap()) > 1e-3
-        policy.sync_weights()
-        assert max(policy.gap()) < GAP
-    for bytes_ in policy.reshard():
-        assert 0 < bytes_["received"] == bytes_["needed"] < 0.3 * bytes_["model"]
-
-
-@pytest.mark.parametrize("layout, kind", [("1", "qwen3_moe"), ("2x1", "qwen3_moe"), *(("1x2", k) for k in MIXTURES)])
-def test_experts_are_those_of_training_one_by_one(policies, layout, kind):
-    policy = policies(layout, kind)
-    policy.scale_weights(1.01)
-    policy.sync_weights()
-    layers = 1 if kind == "glm4_moe" else 2  # the first is dense
-    assert policy.wrong_experts() == [(layers * 4 * 3, [])] * LAYOUTS[layout][0]
-
-
-@pytest.mark.parametrize("layout, frac", [("1", 0.0), ("2x1", 0.5), ("1x2", 0.25)])
-@pytest.mark.parametrize("kind", ["llama_tied", "qwen3_moe"])
-def test_a_rank_receives_what_its_slice_lacks(policies, layout, kind, frac):
-    policy = policies(layout, kind)
-    policy.scale_weights(1.0)
-    policy.sync_weights()
-    for bytes_ in policy.reshard():
-        assert bytes_["received"] == bytes_["needed"] <= (frac + 0.001) * bytes_["model"]
-
-
-@pytest.mark.parametrize("layout", ["1", "1x2"])
-@pytest.mark.parametrize("how, message", [
-    ("stops", "SyncError: broken off"), ("changes", "SyncError: after weight sync .* slices that differ")])
-def test_a_sync_that_fails_ends_sampling_until_one_succeeds(policies, layout, how, message):
-    policy = policies(layout)
-    for errors in policy.break_a_sync(how):
-        assert re.match(message, errors[0])
-        assert [error.partition(":")[0] for error in errors[1:]] == ["PhaseError", "PhaseError"]
-    batch = policy.log_probs(policy.generate(prompts(2)))  # syncs again, whole
-    assert largest_gap(batch) < GAP
-
-
-@pytest.mark.parametrize("kind, part, named", [
-    ("llama_tied", "lm_head", "lm_head.weight (0 of"),
-    ("llama_tied", "layers.1.self_attn.k_proj", "layers.1.self_attn.qkv_proj.weight (6144 of 8192 elements)"),
-    ("qwen3_moe", "experts.2.down_proj", "layers.0.mlp.experts.routed_experts.w2_weight (9216 of 12288 elements)")])
-def test_a_weight_that_training_lacks_is_named_when_the_layout_is_found(policies, kind, part, named):
-    policy = policies("1", kind)
-    error = policy.layout_without(part)[0]
-    assert error.startswith("SyncError: weight sync left") and named in error
-    policy.scale_weights(1.0)
-    policy.sync_weights()  # the engine is as it was
-    assert max(policy.gap()) < GAP
-
-
 def test_a_failure_names_role_rank_and_step(ray_cluster, folders):
     pool = ray_cluster.pool(1)
     cfg = PolicyConfig(model=ModelConfig(path=str(folders["llama_tied"])),
@@ -365,3 +306,64 @@ def test_episodes_of_any_number_train(policies):
         assert policy.update(mini_batch, algorithm.loss)
     empty = Player(GUESSING)(policies("2x1"), select(guesses(1), []))
     assert num_rows(empty) == 0
+
+
+# ---- resharding; from here on layouts have different weights
+
+@pytest.mark.parametrize("kind", FAMILIES)
+def test_every_family_is_resharded(policies, kind):
+    """Tensor parallelism 2 on two shards: equal log-probs after each update, and no element more than needed."""
+    policy = policies("1x2", kind)
+    for seed in range(3):
+        batch = policy.log_probs(policy.generate(prompts(3, seed)))
+        assert largest_gap(batch) < GAP
+        policy.update(with_loss_columns(batch), plain_loss)
+        assert min(policy.gap()) > 1e-3
+        policy.sync_weights()
+        assert max(policy.gap()) < GAP
+    for bytes_ in policy.reshard():
+        assert 0 < bytes_["received"] == bytes_["needed"] < 0.3 * bytes_["model"]
+
+
+@pytest.mark.parametrize("layout, kind", [("1", "qwen3_moe"), ("2x1", "qwen3_moe"), *(("1x2", k) for k in MIXTURES)])
+def test_experts_are_those_of_training_one_by_one(policies, layout, kind):
+    policy = policies(layout, kind)
+    policy.scale_weights(1.01)
+    policy.sync_weights()
+    layers = 1 if kind == "glm4_moe" else 2  # the first is dense
+    assert policy.wrong_experts() == [(layers * 4 * 3, [])] * LAYOUTS[layout][0]
+
+
+@pytest.mark.parametrize("layout, frac", [("1", 0.0), ("2x1", 0.5), ("1x2", 0.25)])
+@pytest.mark.parametrize("kind", ["llama_tied", "qwen3_moe"])
+def test_a_rank_receives_what_its_slice_lacks(policies, layout, kind, frac):
+    policy = policies(layout, kind)
+    policy.scale_weights(1.0)
+    policy.sync_weights()
+    for bytes_ in policy.reshard():
+        assert bytes_["received"] == bytes_["needed"] <= (frac + 0.001) * bytes_["model"]
+
+
+@pytest.mark.parametrize("layout", ["1", "1x2"])
+@pytest.mark.parametrize("how, message", [
+    ("stops", "SyncError: broken off"), ("changes", "SyncError: after weight sync .* slices that differ")])
+def test_a_sync_that_fails_ends_sampling_until_one_succeeds(policies, layout, how, message):
+    policy = policies(layout)
+    for errors in policy.break_a_sync(how):
+        assert re.match(message, errors[0])
+        assert [error.partition(":")[0] for error in errors[1:]] == ["PhaseError", "PhaseError"]
+    batch = policy.log_probs(policy.generate(prompts(2)))  # syncs again, whole
+    assert largest_gap(batch) < GAP
+
+
+@pytest.mark.parametrize("kind, part, named", [
+    ("llama_tied", "lm_head", "lm_head.weight (0 of"),
+    ("llama_tied", "layers.1.self_attn.k_proj", "layers.1.self_attn.qkv_proj.weight (6144 of 8192 elements)"),
+    ("qwen3_moe", "experts.2.down_proj", "layers.0.mlp.experts.routed_experts.w2_weight (9216 of 12288 elements)")])
+def test_a_weight_that_training_lacks_is_named_when_the_layout_is_found(policies, kind, part, named):
+    policy = policies("1", kind)
+    error = policy.layout_without(part)[0]
+    assert error.startswith("SyncError: weight sync left") and named in error
+    policy.scale_weights(1.0)
+    policy.sync_weights()  # the engine is as it was
+    assert max(policy.gap()) < GAP
