@@ -152,7 +152,7 @@ class Run:
         total, wanted = num_rows(batch), self.cfg.trainer.save_samples
         for row in sorted({i * total // wanted for i in range(wanted)}) if total else []:
             sample: dict[str, Any] = {"step": step}
-            for name in ("prompt", "response", "answer", "reward_error", "finish_reason"):
+            for name in ("prompt", "response", "answer", "reward_error", "finish_reason", "agent", "turns"):
                 if name in batch.keys():
                     sample[name] = batch[name][row]
             if "rewards" in batch.keys():

@@ -1,6 +1,7 @@
 """`python -m recipes.evaluate`: the printed scores, computed again from the written responses by counting subsets."""
 
 import json
+import re
 from itertools import combinations
 
 import pytest
@@ -90,3 +91,20 @@ def test_an_output_that_cannot_be_written_is_refused_at_once(run, words, tmp_pat
     command = run(*words, f"output={tmp_path}/no/such/folder.jsonl", code=2)
     assert command.err.splitlines() == [f"evaluate: output must be a file in a folder that exists, got "
                                         f"'{tmp_path}/no/such/folder.jsonl'."]
+
+
+def test_problems_may_be_played_in_an_environment(run, words, tmp_path):
+    """Two guesses at the answer: solved when the last number of one of them is it."""
+    output = tmp_path / "played.jsonl"
+    command = run(*words, "policy.rollout.engine=transformers", "policy.rollout.max_response_tokens=24",
+                  "environment.name=guess", "environment.options={rules: '{low}-{high}?', high: 19, guesses: 2}",
+                  "environment.max_turn_tokens=4", "samples_per_prompt=6", "k=[1,6]", f"output={output}",
+                  "policy.rollout.temperature=1")
+    found, rows = json.loads(command.out.splitlines()[-1]), [json.loads(line) for line in output.open()]
+    assert found["problems"] == 10 and found["responses"] == len(rows) == 60 and found["unscored"] == 0
+    for row in rows:
+        guesses = [re.findall(r"\d+", action) for action in re.split("higher|lower|no number", row["response"])]
+        assert len(guesses) <= 2
+        assert row["reward"] == any(numbers[-1:] and int(numbers[-1]) == int(row["answer"]) for numbers in guesses)
+    assert found["pass@1"] == pytest.approx(sum(row["reward"] for row in rows) / 60)
+    assert 0 < found["pass@1"] < found["pass@6"]

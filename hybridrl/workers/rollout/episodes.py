@@ -134,7 +134,7 @@ class EpisodeRunner:
         waits = [episode.waited_s for episode in episodes]
         self.metrics = {"time/longest_environment_wait": max(waits, default=0.0),
                         "time/longest_episode": max((episode.seconds for episode in episodes), default=0.0),
-                        "episodes/most_running": admission.largest}
+                        "memory/most_running_episodes": admission.largest}
 
     async def _one(self, episode: Episode, admission: Admission, temperature: float) -> None:
         async with admission.place(id(episode)):
@@ -176,8 +176,9 @@ class EpisodeRunner:
                                                          f"context {self.context}")
                 episode.finish_reason = "overflow"
                 break
-            completion = await asyncio.wrap_future(self.engine.submit(Request(
-                agent.rows[-1].ids, min(room, self.turn_tokens), temperature, self._turn_seed(episode))))
+            seed = self.turn_seed(episode.seed, episode.num_turns)
+            request = Request(agent.rows[-1].ids, min(room, self.turn_tokens), temperature, seed)
+            completion = await asyncio.wrap_future(self.engine.submit(request))
             if completion.finish_reason == "aborted":
                 raise EnvironmentFailure("aborted", "the engine gave a turn up")
             actor, action = agent, agent.say(completion)
@@ -207,8 +208,9 @@ class EpisodeRunner:
                 episode.conversations[name].earn(reward)
 
     @staticmethod
-    def _turn_seed(episode: Episode) -> int | None:
-        return None if episode.seed is None else (episode.seed + episode.num_turns * TURN_SEEDS) % 2**63
+    def turn_seed(seed: int | None, turn: int) -> int | None:
+        """Seed of sampling turn number `turn`; that of the first is the episode's."""
+        return None if seed is None else (seed + turn * TURN_SEEDS) % 2**63
 
     @staticmethod
     def _first(messages: list[Message] | None, task: Task) -> list[Message]:

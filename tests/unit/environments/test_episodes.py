@@ -191,7 +191,7 @@ def test_seeds_make_an_episode_whatever_runs_beside_it(runner):
     for name in ("prompt_ids", "response_ids"):
         assert together[name].values().tolist() == again[name].values().tolist()
     assert together["rewards"].tolist() == again["rewards"].tolist()
-    assert alone.metrics["episodes/most_running"] == 1
+    assert alone.metrics["memory/most_running_episodes"] == 1
 
 
 # ---- the engine goes on while environments wait
