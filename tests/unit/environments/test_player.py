@@ -114,6 +114,10 @@ def test_turn_rewards_reach_turn_level_advantages(played):
     # 0.5 each turn, 2 from verify at the end: 3.0 from the first turn on, 2.5 from the second
     assert [float(advantages[turn["start"]]) for turn in turns] == [3.0, 2.5]
     assert [turn["reward"] for turn in turns] == [0.5, 2.5]
+    rewards = padded(batch["token_rewards"])[0]
+    assert {i: float(rewards[i]) for i in rewards.nonzero().flatten().tolist()} == {
+        turns[0]["stop"] - 1: 0.5, turns[1]["stop"] - 1: 2.5}
+    assert turns[0]["stop"] - turns[0]["start"] == 2
 
 
 @pytest.mark.parametrize(("failing", "least", "stops"), [
