@@ -377,7 +377,8 @@ class RewardModelConfig(ModelConfig):
         check(named <= {"prompt", "response"}, f"{key}.template", self.template, "a text with {prompt} and {response}")
         check(self.max_tokens >= 1, f"{key}.max_tokens", self.max_tokens, "at least 1")
         check_choice(f"{key}.too_long", self.too_long, ("mark", "cut"))
-        check(self.micro_batch_tokens >= 1, f"{key}.micro_batch_tokens", self.micro_batch_tokens, "at least 1")
+        check(self.micro_batch_tokens >= self.max_tokens, f"{key}.micro_batch_tokens", self.micro_batch_tokens,
+              f"at least {key}.max_tokens={self.max_tokens}")
         check_choice(f"{key}.offload", self.offload, ("auto", "never"))
         check(self.ranks >= 0, f"{key}.ranks", self.ranks, "at least 0")
         for name in ("weight", "scale", "bias"):
