@@ -150,6 +150,9 @@ class TrainingConfig:
     """Ranks that share the tokens of each sequence; must divide the ranks and the model's attention heads."""
     logits_chunk_tokens: int = 1024
     """Tokens whose logits are held at a time."""
+    attention: str = "auto"
+    """Kernel: `sdpa` (everywhere), `flash` (GPUs, bfloat16), `flex` (GPUs), or `auto`: the first that works of flash,
+    flex and sdpa."""
     whole_gradient_gib: float = 4.0
     """Largest gradient of the whole model, float32, that every rank may hold between the micro-batches of an update, in
     GiB; gradients are then added up over ranks once an update. That of a larger model is added up and sharded after
@@ -185,6 +188,7 @@ class TrainingConfig:
         check(self.shard_ranks >= 0, f"{key}.shard_ranks", self.shard_ranks, "at least 0")
         check(self.context_parallel >= 1, f"{key}.context_parallel", self.context_parallel, "at least 1")
         check(self.whole_gradient_gib >= 0, f"{key}.whole_gradient_gib", self.whole_gradient_gib, "at least 0")
+        check_choice(f"{key}.attention", self.attention, ("auto", "sdpa", "flash", "flex"))
         check_choice(f"{key}.gradient_checkpointing", self.gradient_checkpointing, ("none", "layers", "selective"))
         check(not self.compile or self.gradient_checkpointing != "selective", f"{key}.gradient_checkpointing",
               self.gradient_checkpointing, "`none` or `layers` with compile=true, which is selective by itself")

@@ -6,7 +6,9 @@ import torch.distributed as dist
 
 from hybridrl.batch import rows_of
 from hybridrl.config import LoRAConfig, ModelConfig, TrainingConfig
-from hybridrl.errors import PhaseError
+from hybridrl.errors import ConfigError, PhaseError
+from hybridrl.workers.training.attention import Pack, choose_kernel, packed_attention
+from hybridrl.workers.training.dry_run import dry_run
 from hybridrl.workers.training.engine import TrainingEngine
 from tests.models import KINDS, tiny_model
 from tests.unit.training.reference import plain_log_probs, plain_model, policy_gradient, random_batch
@@ -140,3 +142,52 @@ def test_recomputed_layers(folders):
     for seed in range(2):
         a, b = (each.update(random_batch(seed=seed), policy_gradient) for each in (plain, recomputed))
         assert a == pytest.approx(b, rel=1e-3)
+
+
+@pytest.mark.parametrize("window", [None, 64])
+@pytest.mark.parametrize("kernel", ["flash", "flex"])
+def test_kernels_of_attention_agree_with_sdpa(kernel, window):
+    lengths, device = [700, 650, 300, 33, 1], torch.device("cuda", 0)
+    if choose_kernel("auto", device, torch.bfloat16, 64) == "sdpa":
+        pytest.skip("this GPU has neither flash nor flex")
+    g = torch.Generator(device).manual_seed(0)
+    shapes = [(1, sum(lengths), heads, 64) for heads in (8, 2, 2)]
+    given = [torch.randn(shape, generator=g, device=device, dtype=torch.bfloat16) for shape in shapes]
+    results = []
+    for name in ("sdpa", kernel):
+        q, k, v = tensors = [x.clone().transpose(1, 2).requires_grad_() for x in given]
+        out, _ = packed_attention(torch.nn.Module(), q, k, v, None, scaling=0.1, sliding_window=window,
+                                  pack=Pack(lengths, device, choose_kernel(name, device, torch.bfloat16, 64)))
+        out.float().square().sum().backward()
+        results.append([out, *(x.grad for x in tensors)])
+    for ours, theirs in zip(*results, strict=True):
+        torch.testing.assert_close(ours.float(), theirs.float(), rtol=0.05, atol=0.05)
+
+
+@pytest.mark.parametrize("attention", ["auto", "flash", "flex"])
+def test_updates_with_each_kernel(folders, attention):
+    plain, other = (engine(folders["llama"], attention=name) for name in ("sdpa", attention))
+    for seed in range(2):
+        a, b = (each.update(random_batch(seed=seed), policy_gradient) for each in (plain, other))
+        for name in ("loss", "grad_norm"):
+            assert a[name] == pytest.approx(b[name], rel=0.05)
+
+
+def test_selective_recomputation_and_parameters_in_cpu_memory(folders):
+    plain = engine(folders["llama"])
+    others = [engine(folders["llama"], gradient_checkpointing="selective"), engine(folders["llama"], offload="always")]
+    for seed in range(2):
+        expected = plain.update(random_batch(seed=seed), policy_gradient)
+        for other in others:
+            assert other.update(random_batch(seed=seed), policy_gradient) == pytest.approx(expected, rel=1e-2)
+    assert {p.device.type for p in others[1].model.parameters()} == {"cpu"}
+    assert {weight.device.type for _, weight in others[1].weights()} == {"cuda"}
+
+
+def test_a_dry_run_says_what_is_left_and_what_fits(folders):
+    ours = engine(folders["llama"], micro_batch_tokens=4096)
+    assert "a micro-batch of 4096 tokens takes" in dry_run(ours, 64, 100, 200)
+    assert ours.memory()["gradients"] == 0
+    wide = engine(folders["llama"], micro_batch_tokens=10**9)
+    with pytest.raises(ConfigError, match="training.micro_batch_tokens must be at most [0-9]+ here"):
+        dry_run(wide, 10**7, 100, 200)

@@ -19,7 +19,7 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.nn.functional import pad
 
 from hybridrl.errors import ModelError
-from hybridrl.workers.training.attention import Group
+from hybridrl.workers.training.attention import Pack
 from hybridrl.workers.training.mesh import num_groups
 
 
@@ -32,7 +32,7 @@ class Share:
     predictors: Tensor
     """Places within the share, of those response tokens whose predictor lies in it."""
     targets: Tensor
-    groups: list[Group]
+    pack: Pack
     """Of the whole row, fill included: attention sees every token."""
     counts: list[int]
     """Response tokens of each rank's share."""
@@ -58,11 +58,9 @@ class ContextParallel:
                              f"{self.size}; accepted: {', '.join(map(str, values))}.")
 
     def share(self, input_ids: Tensor, position_ids: Tensor, predictors: Tensor, targets: Tensor,
-              groups: list[Group]) -> Share:
+              pack: Pack) -> Share:
         """This rank's part of a packed row; shapes as in MicroBatch."""
         fill = -input_ids.shape[1] % self.size
-        if fill:  # one more sequence, which nobody scores
-            groups = [*groups, Group(fill, 1, fill, None)]
         tokens = (input_ids.shape[1] + fill) // self.size
         start, stop = self.rank * tokens, (self.rank + 1) * tokens
         owners = torch.div(predictors, tokens, rounding_mode="floor")
@@ -70,7 +68,7 @@ class ContextParallel:
         first = sum(counts[:self.rank])
         mine = slice(first, first + counts[self.rank])  # predictors ascend
         return Share(pad(input_ids, (0, fill))[:, start:stop], pad(position_ids, (0, fill))[:, start:stop],
-                     predictors[mine] - start, targets[mine], groups, counts)
+                     predictors[mine] - start, targets[mine], pack.split_over(self, fill), counts)
 
     def join(self, values: Tensor, counts: list[int]) -> Tensor:
         """[N, ...] from each rank's values; the gradient goes back to a rank's own only."""

@@ -50,5 +50,4 @@ def model_costs(model: PolicyModel) -> Costs:
             weights += weight.numel() * used if weight.dim() >= 2 else 0
     head = model.causal_lm.get_output_embeddings() or getattr(model.causal_lm, "score", None)
     targets = sum(weight.numel() for weight in head.parameters()) if head is not None else 0
-    size = getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
-    return Costs(2 * weights, 2 * targets, 4 * len(layers) * config.num_attention_heads * size)
+    return Costs(2 * weights, 2 * targets, 4 * len(layers) * config.num_attention_heads * model.head_size)

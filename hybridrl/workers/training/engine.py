@@ -20,13 +20,14 @@ from hybridrl.algorithms.partials import Balance, Mean, Partial, finalize, merge
 from hybridrl.batch import from_lengths, lengths
 from hybridrl.config import ModelConfig, TrainingConfig, check
 from hybridrl.errors import BatchError, PhaseError, TrainingError
+from hybridrl.workers.training.attention import choose_kernel
 from hybridrl.workers.training.checkpoint import load_state, save_state
 from hybridrl.workers.training.context import ContextParallel
 from hybridrl.workers.training.costs import model_costs
 from hybridrl.workers.training.export import export_adapter, export_model
 from hybridrl.workers.training.lora import adapted, adapters, adapters_off, merged
 from hybridrl.workers.training.mesh import local, make_mesh
-from hybridrl.workers.training.models import PolicyModel, load_model
+from hybridrl.workers.training.models import PolicyModel, compute_dtype, load_model
 from hybridrl.workers.training.optimizer import Optimizer
 from hybridrl.workers.training.packing import MicroBatch, columns, cut, fed_lengths, micro_batches
 
@@ -67,6 +68,7 @@ class TrainingEngine:
         check_offload(cfg, device)
         self.model = load_model(module, model, self.mesh, device, dtype, trainable, cfg, self.context)
         self.costs = model_costs(self.model)
+        self.kernel = choose_kernel(cfg.attention, device, compute_dtype(device) or dtype, self.model.head_size)
         self.sharded = any(isinstance(p, DTensor) for p in self.model.parameters())
         trained = [p for p in self.model.parameters() if p.requires_grad]
         self.accumulates = self.sharded and 4 * sum(p.numel() for p in trained) <= cfg.whole_gradient_gib * 2**30
@@ -303,7 +305,7 @@ class TrainingEngine:
         budget = self.cfg.micro_batch_tokens * self.cfg.context_parallel
         count = torch.tensor(len(cut(sizes, costs, budget)), device=self.device)
         dist.all_reduce(count, op=dist.ReduceOp.MAX)
-        return list(micro_batches(batch, cut(sizes, costs, budget, int(count)), self.device))
+        return list(micro_batches(batch, cut(sizes, costs, budget, int(count)), self.device, self.kernel))
 
     def _reduce_gradients(self, now: bool) -> None:
         """Let the next backward pass add gradients up over ranks, or leave them whole on this rank until one does."""
@@ -314,7 +316,7 @@ class TrainingEngine:
     def _forward(self, part: MicroBatch, temperature: float, entropies: bool,
                  targets: Tensor | None = None) -> tuple[Tensor, Tensor | None]:
         return self.model(part.input_ids, part.position_ids, part.predictors,
-                          part.targets if targets is None else targets, part.groups, temperature,
+                          part.targets if targets is None else targets, part.pack, temperature,
                           self.cfg.logits_chunk_tokens, entropies)
 
     def _backward(self, batch: TensorDict, part: MicroBatch, loss_fn: LossFunction, temperature: float,

@@ -18,7 +18,7 @@ from transformers.utils.logging import disable_progress_bar
 from hybridrl.config import LoRAConfig, ModelConfig, TrainingConfig
 from hybridrl.errors import ModelError
 from hybridrl.models import resolve_model
-from hybridrl.workers.training.attention import ATTENTION, Group, Pack
+from hybridrl.workers.training.attention import ATTENTION, Pack
 from hybridrl.workers.training.compiled import compile_layers
 from hybridrl.workers.training.context import ContextParallel
 from hybridrl.workers.training.first_rank import on_first_rank
@@ -51,13 +51,13 @@ class PolicyModel(nn.Module):
         """Dtype of the folder it was loaded from."""
 
     def forward(self, input_ids: Tensor, position_ids: Tensor, predictors: Tensor, targets: Tensor,
-                groups: list[Group], temperature: float, chunk: int, entropies: bool) -> tuple[Tensor | None, ...]:
+                pack: Pack, temperature: float, chunk: int, entropies: bool) -> tuple[Tensor | None, ...]:
         """Shapes as in MicroBatch, or [N, K] targets; returns what `outputs` does, for all N response tokens."""
         if self.context is None:
-            hidden = self._hidden(input_ids, position_ids, groups)[predictors]
+            hidden = self._hidden(input_ids, position_ids, pack)[predictors]
             return self.outputs(hidden, targets, temperature, chunk, entropies)
-        share = self.context.share(input_ids, position_ids, predictors, targets, groups)
-        hidden = self._hidden(share.input_ids, share.position_ids, share.groups)[share.predictors]
+        share = self.context.share(input_ids, position_ids, predictors, targets, pack)
+        hidden = self._hidden(share.input_ids, share.position_ids, share.pack)[share.predictors]
         outputs = self.outputs(hidden, share.targets, temperature, chunk, entropies)
         return tuple(None if out is None else self.context.join(out, share.counts) for out in outputs)
 
@@ -67,10 +67,16 @@ class PolicyModel(nn.Module):
         head = self.causal_lm.get_output_embeddings()
         return token_log_probs(hidden, head.weight, head.bias, targets, temperature, chunk, entropies)
 
-    def _hidden(self, input_ids: Tensor, position_ids: Tensor, groups: list[Group]) -> Tensor:
+    def _hidden(self, input_ids: Tensor, position_ids: Tensor, pack: Pack) -> Tensor:
         """Final hidden states [T, H]."""
         return self.causal_lm.base_model(input_ids=input_ids, position_ids=position_ids, use_cache=False,
-                                         pack=Pack(groups, self.context)).last_hidden_state[0]
+                                         pack=pack).last_hidden_state[0]
+
+    @property
+    def head_size(self) -> int:
+        """Elements of an attention head."""
+        config = self.causal_lm.config.get_text_config()
+        return getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
 
     def layers(self) -> list[nn.Module]:
         """The decoder layers: the units of sharding and of activation checkpointing."""

@@ -14,7 +14,7 @@ from torch import Tensor
 from hybridrl.batch import FIELDS, lengths, require
 from hybridrl.dispatch import balanced
 from hybridrl.errors import BatchError
-from hybridrl.workers.training.attention import Group, group_lengths
+from hybridrl.workers.training.attention import Pack
 
 
 @dataclass(frozen=True, slots=True)
@@ -40,8 +40,8 @@ class MicroBatch:
     """[N] int64: where each response token lies in the padded [b, R] view, flattened."""
     width: int
     """R."""
-    groups: list[Group]
-    """Attention calls."""
+    pack: Pack
+    """Where each row lies, for attention."""
 
     def padded(self, values: Tensor) -> Tensor:
         """[N, ...] values as right-padded [b, R, ...], zero in the padding; keeps the gradient."""
@@ -89,14 +89,16 @@ def _first_fit(sizes: list[int], budget: int) -> list[list[int]]:
     return bins
 
 
-def micro_batches(batch: TensorDict, bins: list[list[int]], device: torch.device) -> Iterator[MicroBatch]:
-    """One micro-batch a bin, in order; an empty bin gives a micro-batch without rows."""
+def micro_batches(batch: TensorDict, bins: list[list[int]], device: torch.device,
+                  kernel: str = "sdpa") -> Iterator[MicroBatch]:
+    """One micro-batch a bin, in order, for a kernel of attention; an empty bin gives one without rows."""
     prompts, responses = batch["prompt_ids"], batch["response_ids"]
     for rows in bins:
-        yield _micro_batch(prompts, responses, rows, device)
+        yield _micro_batch(prompts, responses, rows, device, kernel)
 
 
-def _micro_batch(prompts: Tensor, responses: Tensor, rows: list[int], device: torch.device) -> MicroBatch:
+def _micro_batch(prompts: Tensor, responses: Tensor, rows: list[int], device: torch.device,
+                 kernel: str) -> MicroBatch:
     prompt_offsets, response_offsets = prompts.offsets().tolist(), responses.offsets().tolist()
     width = max((response_offsets[row + 1] - response_offsets[row] for row in rows), default=0)
     inputs, positions, predictors, sources, cells, sizes = [], [], [], [], [], []
@@ -120,7 +122,7 @@ def _micro_batch(prompts: Tensor, responses: Tensor, rows: list[int], device: to
     return MicroBatch(
         rows=rows, input_ids=torch.cat(inputs)[None].to(device), position_ids=torch.cat(positions)[None].to(device),
         predictors=_cat(predictors).to(device), targets=responses.values()[source].to(device), sources=source,
-        cells=_cat(cells).to(device), width=width, groups=group_lengths(sizes, device))
+        cells=_cat(cells).to(device), width=width, pack=Pack(sizes, device, kernel))
 
 
 def _cat(parts: list[Tensor]) -> Tensor:
