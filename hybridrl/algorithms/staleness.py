@@ -69,7 +69,7 @@ def approximate_old_log_probs(
     """
     check_tokens(mask, log_probs=log_probs, rollout_log_probs=rollout_log_probs)
     _check_versions(versions, mask)
-    age = torch.where(mask, current_version - versions, 0)
+    age = torch.where(mask, current_version - versions, 0).double()
     share = torch.where(age > 0, (age - 1) / age.clamp(min=1), 0.0)
     now, then = at_least_float32(log_probs), at_least_float32(rollout_log_probs)
     return select(then + share.to(then.dtype) * (now - then), mask)
