@@ -27,6 +27,7 @@ from hybridrl.algorithms.columns import padded_columns
 from hybridrl.algorithms.combinations import check_combination
 from hybridrl.algorithms.combined_loss import Loss
 from hybridrl.algorithms.corrections import CORRECTIONS, correct
+from hybridrl.algorithms.groups import Trajectories
 from hybridrl.algorithms.keep_masks import KEEP_MASKS
 from hybridrl.algorithms.kl import KL_ESTIMATORS
 from hybridrl.algorithms.losses import POLICY_LOSSES, anchored
@@ -123,8 +124,10 @@ class Algorithm:
         """
         columns = padded_columns(batch)
         mask, raw = columns["mask"], columns["rewards"]
+        trajectories = Trajectories.of(raw, columns.get("trajectory_ids"))
         batch["outcomes"], batch["response_lengths"] = raw, mask.sum(dim=1)
-        batch["rewards"] = columns["rewards"] = self._shaped(raw, batch["response_lengths"])
+        lengths = trajectories.total(batch["response_lengths"])[trajectories.index]
+        batch["rewards"] = columns["rewards"] = self._shaped(raw, lengths)
         dropped = ~columns["rewards"].isfinite()
         if self.cfg.overlong.mask:
             dropped |= torch.tensor([reason == "length" for reason in batch["finish_reason"]], dtype=torch.bool)
@@ -132,7 +135,7 @@ class Algorithm:
         columns["mask"], rejected = reject_nonfinite(drop_rows(mask, dropped), *log_probs)
         self.steering.begin(columns, num_rows(batch))
         self.steering.metrics["response/nonfinite_rows"] = float(rejected)
-        by_token = self._token_rewards(raw, columns, mask)
+        by_token = self._token_rewards(raw, columns, mask & trajectories.last(mask.any(dim=1))[:, None])
         if by_token is not None:
             batch["token_rewards"] = unpadded(by_token, like=batch["response_ids"])
         batch["response_mask"] = unpadded(columns["mask"], like=batch["response_ids"])
@@ -147,13 +150,16 @@ class Algorithm:
             lengths, max_response_length=self.max_response_tokens,
             buffer=round(overlong.buffer_frac * self.max_response_tokens), factor=overlong.penalty)
 
-    def _token_rewards(self, raw: Tensor, columns: dict[str, Tensor], sampled: Tensor) -> Tensor | None:
-        """Shaped rewards by token, where the environment gave such or the KL penalty makes them; else None."""
+    def _token_rewards(self, raw: Tensor, columns: dict[str, Tensor], ends: Tensor) -> Tensor | None:
+        """Shaped rewards by token, where the environment gave such or the KL penalty makes them; else None.
+
+        `ends` [B, R] is true on what was sampled in the last row of each trajectory: outcomes stand on its last token.
+        """
         in_reward = self.cfg.kl.coefficient > 0 and self.cfg.kl.place == "reward"
         if "token_rewards" in columns:
-            placed = columns["token_rewards"] + place_outcome(columns["rewards"] - raw, sampled)
+            placed = columns["token_rewards"] + place_outcome(columns["rewards"] - raw, ends)
         elif in_reward:
-            placed = place_outcome(columns["rewards"], sampled)
+            placed = place_outcome(columns["rewards"], ends)
         else:
             return None
         if not in_reward:

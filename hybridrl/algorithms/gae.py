@@ -82,11 +82,9 @@ _whiten = whiten  # the option of the same name hides it inside the function
 
 
 def _next_value(values: Tensor, mask: Tensor, last: Tensor) -> Tensor:
-    """[B, R] value at the next trainable column, `last` [B, 1] after the final one."""
-    width = mask.shape[1]
-    if width == 0:
-        return values
-    columns = torch.arange(width, device=mask.device)
-    here = torch.where(mask, columns, width).flip(1).cummin(dim=1).values.flip(1)
-    following = torch.cat([here[:, 1:], torch.full_like(here[:, :1], width)], dim=1)
-    return torch.cat([values, last.expand(len(values), 1)], dim=1).gather(1, following)
+    """[B, R] value at the next trainable column, `last` [B, 1] after the final one; 0 where mask is false."""
+    following = values[mask].roll(-1)  # trainable tokens laid end to end
+    counts = mask.count_nonzero(dim=1)
+    ends = counts.cumsum(0) - 1
+    following[ends[counts > 0]] = last.expand(len(values), 1)[counts > 0, 0]
+    return torch.zeros_like(values).masked_scatter(mask, following)

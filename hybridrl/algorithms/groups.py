@@ -123,6 +123,12 @@ class Trajectories:
             )
         return shared
 
+    def last(self, among: Tensor) -> Tensor:
+        """[B] bool: of each trajectory the last row where `among` [B] bool is true."""
+        order = torch.where(among, torch.arange(len(among), device=among.device), -1)
+        top = torch.full((self.first.numel(),), -1, dtype=torch.int64, device=among.device)
+        return among & (order == top.scatter_reduce(0, self.index, order, "amax")[self.index])
+
     def total(self, x: Tensor) -> Tensor:
         """[N] sum over the rows of each trajectory, float64; NaN if any row is."""
         zero = torch.zeros(self.first.numel(), dtype=torch.float64, device=x.device)

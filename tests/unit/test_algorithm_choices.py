@@ -149,6 +149,16 @@ def test_rewards_by_token_keep_their_places_and_the_penalty_falls_on_the_end():
     assert batch["token_rewards"].values().tolist() == [1.0, 0.0, 0.0, 1.0] and batch["rewards"].tolist() == [2.0]
 
 
+def test_what_shaping_adds_to_a_trajectory_of_several_rows_is_added_once():
+    """Rows 0 and 1 are one trajectory, worth 3; 5 tokens of the 4 allowed cost 1."""
+    cfg = AlgorithmConfig(shaping=ShapingConfig(scale=2.0), overlong=OverlongConfig(penalty=1.0))
+    batch = batch_of([3, 2, 1], [3.0, 3.0, 0.5], trajectory_ids=torch.tensor([8, 8, 9]),
+                     token_rewards=[[1.0, 0.0, 0.0], [0.0, 2.0], [0.5]])
+    batch = Algorithm(cfg, 4).shape(batch)
+    assert batch["rewards"].tolist() == [5.0, 5.0, 1.0]
+    assert batch["token_rewards"].values().tolist() == [1.0, 0.0, 0.0, 0.0, 4.0, 1.0]
+
+
 def test_a_row_with_a_log_prob_that_is_no_number_leaves_the_loss_and_is_counted():
     algorithm = Algorithm(AlgorithmConfig(), 8)
     batch, [(part, _)] = run(algorithm, batch_of([1, 2, 1], [1.0, 0.0, 0.0], rollout=[[-1.0], [-1.0, -math.inf], [-1]]))
