@@ -39,6 +39,7 @@ def main(cfg: PPOConfig) -> None:
     value_loss = ValueLoss(cfg.critic.value_clip or None)
     with Run(cfg, "ppo") as run, rewards, Cluster(cfg.cluster, run.log_dir) as cluster:
         pool = cluster.pool()
+        own = cluster.pool(cfg.critic.ranks) if cfg.critic.ranks else pool  # too many devices fail before a model loads
         tokenizer = load_tokenizer(cfg.policy.model)
         longest = cfg.policy.rollout.max_prompt_tokens
         data = load_prompts(cfg.data, tokenizer, longest)
@@ -48,7 +49,6 @@ def main(cfg: PPOConfig) -> None:
             problems = load_prompts(cfg.eval_data, tokenizer, longest, "eval_data").held_out(data)
         rewards.groups = reward_groups(cfg.reward, cfg.policy, cluster, pool, cfg.seed)
         policy = WorkerGroup(PolicyWorker, pool, cfg.policy, cfg.seed, role="policy")
-        own = cluster.pool(cfg.critic.ranks) if cfg.critic.ranks else pool
         critic = WorkerGroup(CriticWorker, own, cfg.critic.model, cfg.critic.training, role="critic")
         reference = None
         if algorithm.needs_reference:  # adapters off, a policy is the model it started from

@@ -121,7 +121,9 @@ def sapo(
     tokens = clean(log_probs, old_log_probs, advantages, mask)
     ratio = exp_clamped(tokens.log_ratio)
     tau = torch.where(tokens.advantages > 0, ratio.new_full((), tau_positive), ratio.new_full((), tau_negative))
-    return masked_loss(-tokens.advantages * (4 / tau) * torch.sigmoid(tau * (ratio - 1)), tokens, mask)
+    # exp of the logarithm: where the gate is nearly 1, the gradient of sigmoid itself is 1 minus a rounded 1
+    gate = torch.nn.functional.logsigmoid(tau * (ratio - 1)).exp()
+    return masked_loss(-tokens.advantages * (4 / tau) * gate, tokens, mask)
 
 
 @dataclass(kw_only=True)

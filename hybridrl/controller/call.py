@@ -54,6 +54,8 @@ class DevicePool(Protocol):
     call_timeout_s: float
     roles: set[str]
     """Roles of the groups that live here."""
+    failure: HybridRLError | None
+    """Why it takes no more calls; None while it does."""
 
     def build(self, role: str, worker_cls: type[Worker], args: tuple, kwargs: dict, axes: list[str]) -> dict[str, Axis]:
         """Build the worker of a role on every rank; returns what it says of each axis."""

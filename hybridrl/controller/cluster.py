@@ -48,7 +48,7 @@ class Cluster:
     def __init__(self, cfg: ClusterConfig, log_dir: Path | None = None):
         cfg.validate()
         self.cfg, self.log_dir = cfg, log_dir.absolute() if log_dir else None
-        self._pools = 0
+        self._pools: list[DevicePool] = []
         self._closing = ExitStack()
         atexit.register(self.close)
         if cfg.backend == "local":
@@ -61,7 +61,10 @@ class Cluster:
             raise
 
     def pool(self, ranks: int | None = None) -> DevicePool:
-        """Reserve `ranks` devices (default `cluster.ranks`) and start a host process on each, without waiting."""
+        """Reserve `ranks` devices (default `cluster.ranks`) and start a host process on each, without waiting.
+
+        Raises ConfigError when this cluster's pools together need more devices than there are.
+        """
         ranks = self.cfg.ranks if ranks is None else ranks
         if self.cfg.backend == "local":
             if ranks != 1:
@@ -74,9 +77,9 @@ class Cluster:
 
             resources = ray.cluster_resources()
             gpus, cores = int(resources.get("GPU", 0)), int(resources.get("CPU", 0))
-            check_ranks(ranks, gpus, cores)
-            pool = RayPool(self.cfg, ranks, gpus > 0, self.log_dir, f"pool{self._pools}")
-        self._pools += 1
+            check_ranks(ranks, gpus, cores, held=sum(pool.ranks for pool in self._pools if pool.failure is None))
+            pool = RayPool(self.cfg, ranks, gpus > 0, self.log_dir, f"pool{len(self._pools)}")
+        self._pools.append(pool)
         self._closing.callback(pool.close)
         return pool
 
@@ -150,8 +153,14 @@ def no_cluster(address: str, reason: str) -> ConfigError:
     return ConfigError(f"cluster.address {address!r}: no Ray cluster to join there ({reason.splitlines()[0]}).")
 
 
-def check_ranks(ranks: int, gpus: int, cores: int) -> None:
-    """Raise ConfigError when there are more ranks than devices: GPUs when there are any, else CPU cores."""
+def check_ranks(ranks: int, gpus: int, cores: int, held: int = 0) -> None:
+    """Raise ConfigError when there are more ranks than devices: GPUs when there are any, else CPU cores.
+
+    `held` devices belong to other pools that this run keeps; CPU cores may be shared by several pools.
+    """
+    if gpus and held and held + ranks > gpus:
+        raise ConfigError(f"{ranks} devices for one more pool and {held} that this run holds already are more than the "
+                          f"{gpus} GPUs of this cluster: set the `ranks` of a part to 0 to share devices, or lower it.")
     devices, kind = (gpus, "GPUs") if gpus else (cores, "CPU cores (no GPU)")
     if ranks < 1 or ranks > devices:
         raise ConfigError(f"cluster.ranks must be between 1 and the {devices} {kind} of this cluster, got {ranks}.")

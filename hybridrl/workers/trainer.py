@@ -6,7 +6,7 @@ from pathlib import Path
 from tensordict import TensorDict
 
 from hybridrl.algorithms.partials import Partial
-from hybridrl.batch import put
+from hybridrl.batch import from_lengths, lengths, put
 from hybridrl.config import ModelConfig, TrainingConfig
 from hybridrl.dispatch import RowCosts, over_rows, to_all
 from hybridrl.errors import BatchError, unknown
@@ -65,7 +65,8 @@ class TrainerWorker(Worker):
             put(batch, "entropies", result["entropies"])
         if "sum_squared_probs" in also:
             sharper = self.training.log_probs(batch, self.temperature / 2)["log_probs"]
-            put(batch, "sum_squared_probs", (result["log_probs"] * 2 - sharper).exp())
+            squares = (2 * result["log_probs"].values() - sharper.values()).exp()
+            put(batch, "sum_squared_probs", from_lengths(squares, lengths(sharper)))
         return batch
 
     @over_rows()

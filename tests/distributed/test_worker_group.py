@@ -19,6 +19,7 @@ import torch
 from hybridrl import batch as B
 from hybridrl.config import ClusterConfig
 from hybridrl.controller import Cluster, WorkerGroup
+from hybridrl.controller.cluster import check_ranks
 from hybridrl.errors import BatchError, ConfigError, DeadlineError, HybridRLError, WorkerError
 from tests.distributed.workers import Refusing, Tiny
 
@@ -331,6 +332,15 @@ def running(pid: int) -> bool:
 def test_more_ranks_than_devices_is_an_error(ray_cluster):
     with pytest.raises(ConfigError, match="cluster.ranks must be between 1 and the 8 CPU cores .* got 9"):
         ray_cluster.pool(9)
+
+
+def test_pools_together_need_no_more_gpus_than_there_are():
+    check_ranks(2, gpus=4, cores=8, held=2)
+    with pytest.raises(ConfigError, match="3 devices for one more pool and 2 that this run holds .* the 4 GPUs"):
+        check_ranks(3, gpus=4, cores=8, held=2)
+    with pytest.raises(ConfigError, match="cluster.ranks must be between 1 and the 4 GPUs of this cluster, got 5"):
+        check_ranks(5, gpus=4, cores=8)
+    check_ranks(8, gpus=0, cores=8, held=8)  # CPU cores are shared
 
 
 def test_more_ranks_than_devices_is_an_error_before_ray_starts():

@@ -52,6 +52,20 @@ def test_policy_and_critic_learn_in_every_step(local):
     assert len(samples(local)) == 8
 
 
+def test_with_vllm_lambdas_of_its_own_and_values_after_cut_responses(run, ppo, tmp_path):
+    folder = tmp_path / "run"
+    run(*ppo, "policy.rollout.engine=vllm", "critic.bootstrap=true", "algorithm.kl.coefficient=0",
+        "algorithm.advantage.options={lam_alpha: 0.5, critic_lam: 0.9}", "trainer.export=false",
+        f"trainer.run_dir={folder}")
+    first, second = metrics(folder).values()
+    for row in (first, second):
+        assert row["response/truncated_ratio"] > 0 and row["mismatch/max_gap"] < 1e-4
+        assert row["staleness/max"] == 0 and row["policy/ratio_max"] > row["policy/ratio_min"]
+        assert all(math.isfinite(value) for value in row.values())
+    assert first["critic/explained_variance"] == 0 and second["critic/explained_variance"] != 0
+    assert (first["version/max"], second["version/max"]) == (1, 2)
+
+
 def test_the_folder_resumes_with_the_critic(local):
     saved = {path.relative_to(local / "checkpoints").parts[1]
              for path in (local / "checkpoints").rglob("*") if path.is_file()}

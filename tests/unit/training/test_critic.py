@@ -7,7 +7,7 @@ from transformers import AutoModelForCausalLM
 from hybridrl.algorithms.algorithm import padded_columns
 from hybridrl.algorithms.partials import finalize
 from hybridrl.algorithms.values import ValueLoss, explained_variance
-from hybridrl.batch import from_lengths, lengths, make_batch, rows_of, select
+from hybridrl.batch import from_lengths, lengths, make_batch, put, rows_of, select
 from hybridrl.config import ModelConfig, TrainingConfig
 from hybridrl.errors import BatchError, CheckpointError, ModelError
 from hybridrl.workers.base import WorkerContext
@@ -60,6 +60,26 @@ def with_targets(batch, seed=1):
     for name, column in columns.items():
         batch[name] = from_lengths(column, sizes)
     return batch
+
+
+@pytest.mark.parametrize("kind", ["llama_tied", "qwen3_moe"])
+def test_a_cut_response_can_end_with_the_value_of_what_was_written(folder, kind):
+    """That value is the one before a next token, whatever it is."""
+    worker, batch = critic(folder(kind)), random_batch()
+    set_head(worker.training, random_head())
+    sizes = lengths(batch["response_ids"]).tolist()
+    put(batch, "finish_reason", ["length" if i % 2 else "stop" for i in range(len(sizes))])
+    found, plain = worker.values(select(batch, slice(None)), bootstrap=True), worker.values(select(batch, slice(None)))
+    torch.testing.assert_close(found["values"].values(), plain["values"].values(), rtol=0, atol=1e-6)
+    assert "bootstrap_values" not in plain.keys()
+    model = plain_model(folder(kind)).base_model
+    texts = zip(rows_of(batch["prompt_ids"]), rows_of(batch["response_ids"]), strict=True)
+    for i, (prompt, response) in enumerate(texts):
+        after = model(torch.cat([prompt, response])[None]).last_hidden_state[0, -1] @ random_head()
+        expected = float(after.detach()) if i % 2 and sizes[i] else 0.0
+        assert float(found["bootstrap_values"][i]) == pytest.approx(expected, abs=1e-4)
+    assert found["bootstrap_values"].abs().max() > 0.1
+    assert worker.values(select(batch, []), bootstrap=True)["bootstrap_values"].shape == (0,)
 
 
 def plain_loss(body, head, batch, clip):
