@@ -26,10 +26,3 @@ def test_an_entry_of_ones_own_in_every_table(run, grpo, tmp_path):
         assert own[step]["train/grad_norm"] == pytest.approx(plain[step]["train/grad_norm"], rel=1e-4)
         assert own[step]["train/loss"] == pytest.approx(plain[step]["train/loss"], rel=1e-3, abs=1e-5)
     assert plain[2]["policy/kl_loss"] > 1e-5 and own[2]["policy/kept_frac"] == 1
-
-
-def test_a_misspelt_option_of_an_own_entry_is_named(start, grpo):
-    command = start("tests.recipes.own_entries", *grpo[1:], *OWN, "algorithm.loss.options.facter=1")
-    assert command.wait() == 2
-    assert command.err.splitlines()[-1] == (
-        "grpo: algorithm: Unknown policy loss mine option 'facter'. Did you mean factor? Choices: factor.")
