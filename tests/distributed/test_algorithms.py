@@ -1,4 +1,4 @@
-"""Every ready-made algorithm: an update's gradients and metrics on two gloo ranks are those on one, however it is cut."""
+"""Every ready-made algorithm: gradients and metrics of an update do not depend on ranks and micro-batches."""
 
 from pathlib import Path
 

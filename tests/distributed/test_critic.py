@@ -11,7 +11,7 @@ from hybridrl.batch import narrow, rows_of
 from hybridrl.config import ModelConfig, TrainingConfig
 from hybridrl.workers.base import WorkerContext
 from hybridrl.workers.critic import CriticWorker
-from tests.distributed.test_training_engine import SHARES, assert_same_metrics, run
+from tests.distributed.test_training_engine import LAYOUT, SHARES, assert_same_metrics, run
 from tests.models import tiny_model
 from tests.unit.training.reference import random_batch
 from tests.unit.training.test_critic import random_head, set_head, with_targets
@@ -43,7 +43,7 @@ def rows(batch, sizes):
 
 def compared(metrics):
     """Without what depends on how rows lie."""
-    return {name: value for name, value in finalize(metrics).items() if name != "critic/micro_batches"}
+    return {name: value for name, value in finalize(metrics).items() if name.removeprefix("critic/") not in LAYOUT}
 
 
 def scenario(folders: dict[str, Path], scratch: Path) -> dict:
