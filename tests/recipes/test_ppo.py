@@ -57,8 +57,8 @@ def test_policy_and_critic_learn_in_every_step(local):
 def test_with_vllm_lambdas_of_its_own_and_values_after_cut_responses(run, ppo, tmp_path):
     folder = tmp_path / "run"
     run(*ppo, "policy.rollout.engine=vllm", "critic.bootstrap=true", "algorithm.kl.coefficient=0",
-        "algorithm.kl.target=0", "algorithm.advantage.options={lam_alpha: 0.5, critic_lam: 0.9}", "trainer.export=false",
-        f"trainer.run_dir={folder}")
+        "algorithm.kl.target=0", "algorithm.advantage.options={lam_alpha: 0.5, critic_lam: 0.9}",
+        "trainer.export=false", f"trainer.run_dir={folder}")
     first, second = metrics(folder).values()
     for row in (first, second):
         assert row["response/truncated_ratio"] > 0 and row["mismatch/max_gap"] < 1e-4
