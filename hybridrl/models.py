@@ -227,6 +227,15 @@ def check_same_vocabulary(one: Any, other: Any) -> None:
         "the other. Token log-probs can only be compared over one vocabulary.")
 
 
+def vocabulary_of(cfg: ModelConfig) -> int:
+    """Rows of a model's embedding: token ids below it are known, also those that its tokenizer never uses."""
+    from transformers import AutoConfig
+
+    folder = resolve_model(cfg.path)
+    config = AutoConfig.from_pretrained(folder, trust_remote_code=cfg.trust_remote_code, local_files_only=True)
+    return config.get_text_config().vocab_size
+
+
 def check_classifier(folder: Path) -> None:
     """Raise ModelError unless the folder's config is that of a sequence classifier with one label."""
     config = _read_json(folder / "config.json")

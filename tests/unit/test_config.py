@@ -22,6 +22,7 @@ ROOT = Path(__file__).resolve().parents[2]
 NEEDED = {
     "grpo": ["policy.model.path=m", "data.path=d"],
     "ppo": ["policy.model.path=m", "data.path=d"],
+    "distill": ["policy.model.path=m", "data.path=d", "teacher.model.path=t"],
     "sft": ["policy.model.path=m", "data.path=d"],
     "evaluate": ["policy.model.path=m", "data.path=d"],
 }
