@@ -23,6 +23,7 @@ from hybridrl.algorithms.aggregation import AGGREGATIONS, aggregate, loss_weight
 from hybridrl.algorithms.corrections import CORRECTIONS, Correction, correct, self_normalised
 from hybridrl.algorithms.covariance_losses import clip_cov, kl_cov, token_covariance
 from hybridrl.algorithms.diagnostics import mismatch_metrics
+from hybridrl.algorithms.distillation import top_k_reverse_kl
 from hybridrl.algorithms.dynamic_sampling import GroupAccumulator, informative_rows
 from hybridrl.algorithms.entropy import AdaptiveEntropy, FixedEntropy, token_entropy
 from hybridrl.algorithms.evaluation import avg_at_k, maj_at_k, pass_at_k
@@ -166,6 +167,7 @@ __all__ = [
     "token_covariance",
     "token_entropy",
     "token_kl",
+    "top_k_reverse_kl",
     "total",
     "turn_ids",
     "turn_level_advantages",

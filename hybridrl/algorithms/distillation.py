@@ -5,6 +5,7 @@ The other form, the teacher's opinion of the sampled token alone, is the advanta
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from typing import TYPE_CHECKING
 
 import torch
 from tensordict import TensorDict
@@ -12,7 +13,6 @@ from torch import Tensor
 
 from hybridrl.algorithms.advantages import ADVANTAGES
 from hybridrl.algorithms.aggregation import aggregate
-from hybridrl.algorithms.algorithm import Algorithm
 from hybridrl.algorithms.combined_loss import Loss
 from hybridrl.algorithms.losses import PolicyLoss
 from hybridrl.algorithms.masked import at_least_float32, count_true
@@ -20,6 +20,9 @@ from hybridrl.algorithms.partials import Mean, Partial, finalize, mean_of
 from hybridrl.batch import padded
 from hybridrl.config import DistillOptionsConfig
 from hybridrl.errors import BatchError, ConfigError
+
+if TYPE_CHECKING:
+    from hybridrl.algorithms.algorithm import Algorithm
 
 LARGEST_MASS = 1 - 1e-6
 """Of the likeliest tokens: the rest is kept away from 0, where its logarithm ends. float32 is about this fine."""
@@ -95,7 +98,7 @@ class DistillationLoss:
         return loss, metrics | {f"distill/{name}": value for name, value in kl.metrics.items()}
 
 
-def check_distillation(cfg: DistillOptionsConfig, algorithm: Algorithm, rewards: Sequence[str]) -> None:
+def check_distillation(cfg: DistillOptionsConfig, algorithm: "Algorithm", rewards: Sequence[str]) -> None:
     """Raise ConfigError for an advantage that does not read the teacher where nothing else does, or reads what is not
     there: rewards without a part (`rewards` names them), a reference."""
     name, options = algorithm.cfg.advantage.name, algorithm.advantage_options
