@@ -29,15 +29,15 @@ def judged(grpo, folders) -> list[str]:
     """A GRPO run whose reward is a function, a model and a judge that gives digits."""
     return [*grpo, "trainer.trackers=[]", "trainer.export=false", "algorithm.advantage.name=gdpo",
             f"reward.model.path={folders['model']}", "reward.model.weight=0.5", "reward.model.scale=2",
-            f"reward.judge.path={folders['judge']}", "reward.judge.prompt='{prompt}{response}'",
+            f"reward.judge.path={folders['judge']}", f"reward.judge.prompt='{'x' * 250}{{prompt}}{{response}}'",
             "reward.judge.verdict='([0-9])'", "reward.judge.samples=2", "reward.judge.rollout.temperature=1",
-            "reward.judge.rollout.max_prompt_tokens=64", "reward.judge.rollout.max_response_tokens=24",
+            "reward.judge.rollout.max_prompt_tokens=320", "reward.judge.rollout.max_response_tokens=24",
             "reward.judge.rollout.kv_cache_gib=0.1"]
 
 
 @pytest.fixture(scope="module")
 def local(run, judged, tmp_path_factory) -> Path:
-    """Two vLLM engines and two training engines in one process."""
+    """Two vLLM engines and two training engines in one process; the judge's prompts take more than one step to read."""
     folder = tmp_path_factory.mktemp("local") / "run"
     run(*judged, f"trainer.run_dir={folder}")
     return folder
