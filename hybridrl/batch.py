@@ -26,10 +26,10 @@ logging.getLogger("torch.fx._symbolic_trace").setLevel(logging.ERROR)
 @dataclass(frozen=True, slots=True)
 class Field:
     """A declared column. `shape` is per row: "" scalar, "T" ragged prompt, "R" ragged response, "K" a vector; "RK" is a
-    vector a response token."""
+    vector a response token; "FLK" is a matrix for each token that is fed: prompt and response without the last."""
 
     shape: str
-    dtype: torch.dtype | type
+    dtype: torch.dtype | tuple[torch.dtype, ...] | type
     writer: str
     meaning: str
 
@@ -48,6 +48,8 @@ FIELDS: dict[str, Field] = {
     "response_mask": Field("R", torch.bool, "rollout", "true on tokens the policy sampled and may train on"),
     "rollout_log_probs": Field("R", torch.float32, "rollout", "log-probs as sampled; 0 on observations"),
     "weight_versions": Field("R", torch.int64, "rollout", "weight version of each token; -1 on observations"),
+    "routed_experts": Field("FLK", (torch.uint8, torch.uint16), "rollout",
+                            "experts of each fed token in each layer; the largest value where they are not known"),
     "finish_reason": Field("", object, "rollout", "why it ended: one of FINISH_REASONS"),
     "response": Field("", object, "rollout", "decoded response, special tokens removed"),
     "trajectory_ids": Field("", torch.int64, "rollout", "equal for the rows of one agent in one episode"),
@@ -115,15 +117,16 @@ def put(batch: TensorDict, name: str, value: Any) -> None:
     """
     if isinstance(value, Tensor):
         column = value
-    elif name in FIELDS and FIELDS[name].dtype is not object:
+    elif name in FIELDS and isinstance(FIELDS[name].dtype, torch.dtype):
         field = FIELDS[name]
         column = ragged(value, field.dtype) if field.shape in ("T", "R") else torch.as_tensor(value, dtype=field.dtype)
     else:
         column = objects(value)
-    if isinstance(column, Tensor):
-        declared = FIELDS.get(name)
-        if declared and declared.dtype is not object and column.dtype != declared.dtype:
-            raise BatchError(f"field {name!r} is declared {declared.dtype}, got {column.dtype}.")
+    if isinstance(column, Tensor) and name in FIELDS:
+        declared = FIELDS[name].dtype
+        accepted = declared if isinstance(declared, tuple) else (declared,)
+        if object not in accepted and column.dtype not in accepted:
+            raise BatchError(f"field {name!r} is declared {' or '.join(map(str, accepted))}, got {column.dtype}.")
     if column.shape[0] != num_rows(batch):
         raise BatchError(f"field {name!r} has {column.shape[0]} rows, the batch has {num_rows(batch)}.")
     batch.set(name, column)
@@ -173,6 +176,19 @@ def is_ragged(column: Any) -> bool:
 def lengths(column: Tensor) -> Tensor:
     """Row lengths [B] int64 of a ragged column."""
     return column.offsets().diff()
+
+
+def fed_lengths(batch: TensorDict) -> list[int]:
+    """Tokens that each row feeds to the model.
+
+    Raises BatchError for a row with a response and no prompt: nothing predicts its first token.
+    """
+    require(batch, "prompt_ids", "response_ids")
+    prompts, responses = lengths(batch["prompt_ids"]).tolist(), lengths(batch["response_ids"]).tolist()
+    for row, (prompt, response) in enumerate(zip(prompts, responses, strict=True)):
+        if response and not prompt:
+            raise BatchError(f"row {row} has a response and an empty prompt; a prompt needs at least one token.")
+    return [p + r - 1 if r else 0 for p, r in zip(prompts, responses, strict=True)]
 
 
 def padded(column: Tensor, fill: float | int | bool = 0, length: int | None = None) -> Tensor:

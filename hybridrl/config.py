@@ -283,8 +283,21 @@ class PolicyConfig:
     training: TrainingConfig = field(default_factory=TrainingConfig)
     rollout: RolloutConfig = field(default_factory=RolloutConfig)
     sync: SyncConfig = field(default_factory=SyncConfig)
+    routing_replay: str = "off"
+    """Whose choice of experts log-probs and updates of a mixture follow: `off` (their own), `rollout` (that of the
+    rollout engine) or `old` (that of training's first pass over the batch)."""
+    routing_compare: bool = False
+    """Measure the gap of the engines without replay, too (`mismatch_live/...`): one more forward pass an update."""
 
     def validate(self) -> None:
+        check_choice("policy.routing_replay", self.routing_replay, ("off", "rollout", "old"))
+        if self.routing_replay == "off":
+            check(not self.routing_compare, "policy.routing_compare", True, "false with policy.routing_replay=off")
+        else:
+            check(self.training.context_parallel == 1, "policy.training.context_parallel",
+                  self.training.context_parallel, f"1 with policy.routing_replay={self.routing_replay}")
+            check(not self.training.compile, "policy.training.compile", True,
+                  f"false with policy.routing_replay={self.routing_replay}")
         if self.sync.lora == "adapter":
             check(self.training.lora.rank > 0, "policy.training.lora.rank", 0, "positive with policy.sync.lora=adapter")
             check(self.rollout.engine == "vllm", "policy.rollout.engine", self.rollout.engine,

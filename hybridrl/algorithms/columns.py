@@ -9,7 +9,7 @@ import torch
 from tensordict import TensorDict
 from torch import Tensor
 
-from hybridrl.batch import is_ragged, lengths, padded, require
+from hybridrl.batch import FIELDS, is_ragged, lengths, padded, require
 from hybridrl.errors import BatchError
 
 T = TypeVar("T")
@@ -18,14 +18,14 @@ T = TypeVar("T")
 def padded_columns(batch: TensorDict) -> dict[str, Tensor]:
     """The tensor columns of a batch under the names that the tables use: response columns padded to [B, R].
 
-    `response_mask` is called `mask` there. Prompt columns and columns of objects are left out.
+    `response_mask` is called `mask` there. Columns of prompts, of fed tokens and of objects are left out.
     """
     require(batch, "response_mask")
     sizes = lengths(batch["response_mask"])
     columns = {}
     for name in batch.keys():
         column = batch.get(name)
-        if not isinstance(column, Tensor):
+        if not isinstance(column, Tensor) or (name in FIELDS and FIELDS[name].shape in ("T", "FLK")):
             continue
         if not is_ragged(column):
             columns[name] = column

@@ -4,6 +4,7 @@ Healthy dense bfloat16 models have kl_k3 of 1e-4 to 1e-3; sustained growth prece
 sample size below 0.3 calls for fresher data.
 """
 
+import math
 from collections.abc import Mapping
 
 import torch
@@ -45,7 +46,8 @@ def mismatch_metrics(
     """Divergences, perplexities and weight statistics between trainer (old) and engine (rollout).
 
     Over trainable tokens: kl_k1, kl_k3, chi2_token, prob_diff_mean, prob_diff_max, frac_above_hi, frac_below_lo,
-    frac_kept. Over non-empty rows: ppl_old, ppl_rollout, log_ppl_diff_mean/_abs/_max/_min, ppl_ratio, chi2_seq.
+    frac_beyond_2 (a ratio above 2 or below 1/2: F(2) of arXiv:2510.11370), frac_kept. Over non-empty rows: ppl_old,
+    ppl_rollout, log_ppl_diff_mean/_abs/_max/_min, ppl_ratio, chi2_seq.
     ess: of the weights applied, or of the raw ratios without a correction.
 
     Args:
@@ -81,6 +83,7 @@ def _token_metrics(old: Tensor, rollout: Tensor, d: Tensor, mask: Tensor, lo: fl
         "prob_diff_max": max_of(gap, mask),
         "frac_above_hi": mean_of((rho > hi).double(), mask),
         "frac_below_lo": mean_of((rho < lo).double(), mask),
+        "frac_beyond_2": mean_of((d.abs() > math.log(2)).double(), mask),
     }
 
 

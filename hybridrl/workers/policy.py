@@ -21,6 +21,7 @@ from hybridrl.algorithms.partials import Partial
 from hybridrl.batch import num_rows, put, require, rows_of
 from hybridrl.config import EnvironmentConfig, PolicyConfig
 from hybridrl.dispatch import over_rows, to_all
+from hybridrl.errors import ConfigError
 from hybridrl.models import resolve_model, stop_ids
 from hybridrl.workers.base import WorkerContext
 from hybridrl.workers.rollout.engine import Completion, Request, RolloutEngine
@@ -28,6 +29,7 @@ from hybridrl.workers.rollout.episode_rows import episode_batch, tasks_of
 from hybridrl.workers.rollout.episodes import EpisodeRunner
 from hybridrl.workers.rollout.transformers_engine import TransformersEngine
 from hybridrl.workers.rollout.vllm_engine import VLLMEngine, rollout_dtype
+from hybridrl.workers.routing import experts_column
 from hybridrl.workers.trainer import TrainerWorker
 from hybridrl.workers.training.engine import LossFunction
 from hybridrl.workers.weights.sync import WeightSync, fingerprint_ids, largest_gap, training_log_probs
@@ -56,6 +58,10 @@ class PolicyWorker(TrainerWorker):
         self.cfg = cfg
         self.folder = resolve_model(cfg.model.path)
         self.dtype = getattr(torch, rollout_dtype(cfg.rollout, self.device))
+        if cfg.routing_replay != "off" and self.training.model.mixture is None:
+            raise ConfigError(f"policy.routing_replay must be off for a model without experts, got "
+                              f"{cfg.routing_replay!r}: {cfg.model.path} has none.")
+        self.training.replay, self.training.compare_routing = cfg.routing_replay, cfg.routing_compare
         self.rollout = self._build_rollout(seed)
         self.weight_sync = WeightSync(self.training, self.rollout, cfg.sync, self.dtype, self.peers("rollout"))
         self.phase = Phase.TRAIN
@@ -68,13 +74,13 @@ class PolicyWorker(TrainerWorker):
         self.rollout.sleep()
 
     def _build_rollout(self, seed: int) -> RolloutEngine:
-        stop = stop_ids(self.folder, self.tokenizer)
+        stop, keep = stop_ids(self.folder, self.tokenizer), self.cfg.routing_replay == "rollout"
         if self.cfg.rollout.engine == "transformers":
             return TransformersEngine(self.folder, self.device, self.dtype, stop, self.cfg.rollout.max_running,
-                                      self.cfg.model.trust_remote_code)
+                                      self.cfg.model.trust_remote_code, keep_experts=keep)
         lora = self.cfg.training.lora if self.cfg.sync.lora == "adapter" else None
         return VLLMEngine(self.folder, self.cfg.rollout, self.device, stop, self.cfg.model.trust_remote_code, seed,
-                          lora, self.training.adapted)
+                          lora, self.training.adapted, keep_experts=keep)
 
     def peers(self, axis: str) -> int:
         return self.cfg.rollout.tensor_parallel if axis == "rollout" else super().peers(axis)
@@ -153,7 +159,7 @@ class PolicyWorker(TrainerWorker):
             max_tokens: default `policy.rollout.max_response_tokens`.
         Returns:
             The batch with `response_ids`, `response_mask`, `rollout_log_probs`, `weight_versions`,
-            `finish_reason` and `response`.
+            `finish_reason` and `response`; with `policy.routing_replay=rollout` also `routed_experts`.
         """
         self._enter(Phase.ROLLOUT)
         require(batch, "prompt_ids")
@@ -198,7 +204,7 @@ class PolicyWorker(TrainerWorker):
         if not self.rollout.leads:
             return batch
         self.metrics |= runner.metrics
-        return episode_batch(batch, episodes, runner.chat.plain)
+        return episode_batch(batch, episodes, runner.chat.plain, self.rollout.mixture)
 
     def _runner(self, environment: EnvironmentConfig) -> EpisodeRunner:
         """The runner of an environment; its processes stay from call to call."""
@@ -214,6 +220,8 @@ class PolicyWorker(TrainerWorker):
         put(batch, "weight_versions", [c.versions for c in completions])
         put(batch, "finish_reason", [c.finish_reason for c in completions])
         put(batch, "response", [self.tokenizer.decode(c.token_ids, skip_special_tokens=True) for c in completions])
+        if self.rollout.mixture is not None:
+            put(batch, "routed_experts", experts_column(self.rollout.mixture, batch, [c.experts for c in completions]))
 
     # ---- training
 

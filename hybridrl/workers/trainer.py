@@ -48,6 +48,8 @@ class TrainerWorker(Worker):
     def log_probs(self, batch: TensorDict, also: Sequence[str] = ()) -> TensorDict:
         """The batch with `old_log_probs` of its response tokens under the training weights.
 
+        With `policy.routing_replay=old` also with the `routed_experts` of this pass.
+
         `also` asks for more columns: `entropies`, `sum_squared_probs`. The latter, the sum of p^2 over the vocabulary,
         takes a second forward pass at half the temperature: with l = z_y - log sum exp z at the first and
         l' = 2 z_y - log sum exp 2z at the second it is exp(2 l - l').
@@ -61,6 +63,8 @@ class TrainerWorker(Worker):
         with self.measured("log_probs"):
             result = self.training.log_probs(batch, self.temperature, "entropies" in also)
         put(batch, "old_log_probs", result["log_probs"])
+        if "routed_experts" in result:
+            put(batch, "routed_experts", result["routed_experts"])
         if "entropies" in also:
             put(batch, "entropies", result["entropies"])
         if "sum_squared_probs" in also:

@@ -4,6 +4,7 @@ import re
 from collections.abc import Iterator
 from math import prod
 from typing import Any
+from unittest import mock
 
 import torch
 from tensordict import TensorDict
@@ -29,6 +30,11 @@ def plain_loss(log_probs, columns, entropies):
 
 
 class ProbeWorker(PolicyWorker):
+    @to_all
+    def set_replay(self, replay: str) -> None:
+        """Whose experts training follows from now on."""
+        self.training.replay = replay
+
     @to_all
     def gap(self) -> float:
         """Log-prob gap of the engines as they are, without moving to another phase."""
@@ -191,3 +197,42 @@ class ProbeWorker(PolicyWorker):
         finally:
             self.rollout.step = step
         return [future.result().token_ids for future in futures], steps
+
+
+class CrampedWorker(ProbeWorker):
+    """Its vLLM takes prompts in chunks of 24 tokens, and has a cache of 7 blocks of 32 tokens."""
+
+    def _build_rollout(self, seed):
+        import vllm
+
+        config, build = self.training.model.causal_lm.config, vllm.LLM
+        block_bytes = 2 * config.num_hidden_layers * config.num_key_value_heads * config.head_dim * 4 * 32
+        cramped = {"block_size": 32, "enable_chunked_prefill": True, "max_num_batched_tokens": 24,
+                   "kv_cache_memory_bytes": 7 * block_bytes}
+        with mock.patch.object(vllm, "LLM", lambda **options: build(**options | cramped)):
+            rollout = super()._build_rollout(seed)
+        self._count(rollout.engine.engine_core.engine_core.scheduler)
+        return rollout
+
+    def _count(self, scheduler: Any) -> None:
+        self.counts = {"preempted": 0, "cached": 0, "chunks": 0}
+        schedule, preempt = scheduler.schedule, scheduler._preempt_request
+
+        def counted(*args, **kwargs):
+            found = schedule(*args, **kwargs)
+            for request in found.scheduled_new_reqs:
+                self.counts["cached"] += request.num_computed_tokens
+                done = request.num_computed_tokens + found.num_scheduled_tokens[request.req_id]
+                self.counts["chunks"] += done < len(request.prompt_token_ids)
+            return found
+
+        def preempted(*args, **kwargs):
+            self.counts["preempted"] += 1
+            return preempt(*args, **kwargs)
+
+        scheduler.schedule, scheduler._preempt_request = counted, preempted
+
+    @to_all
+    def events(self) -> dict[str, int]:
+        """Requests that were preempted and cut into chunks, and prompt tokens that were found in the cache."""
+        return self.counts

@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from hybridrl.algorithms.partials import finalize
-from hybridrl.batch import lengths, make_batch, num_rows, padded, repeat, select, split
+from hybridrl.batch import from_lengths, lengths, make_batch, num_rows, padded, repeat, rows_of, select, split
 from hybridrl.config import (
     EnvironmentConfig,
     LoRAConfig,
@@ -19,7 +19,7 @@ from hybridrl.config import (
 from hybridrl.controller import WorkerGroup
 from hybridrl.controller.player import Player
 from hybridrl.errors import WorkerError
-from tests.distributed.probe import ProbeWorker, plain_loss
+from tests.distributed.probe import CrampedWorker, ProbeWorker, plain_loss
 from tests.models import MIXTURES, tiny_model
 
 LAYOUTS = {"1": (1, 1), "2x1": (2, 1), "1x2": (2, 2)}
@@ -47,7 +47,7 @@ def policies(ray_cluster, folders):
 
     def build(layout: str, kind: str, lora: str) -> None:
         cfg = PolicyConfig(
-            model=ModelConfig(path=str(folders[kind])),
+            model=ModelConfig(path=str(folders[kind])), routing_replay="rollout" if kind in MIXTURES else "off",
             sync=SyncConfig(bucket_mib=1, verify="full", lora=lora or "merged"),
             training=TrainingConfig(learning_rate=1e-2, micro_batch_tokens=64, lora=LoRAConfig(rank=3 if lora else 0)),
             rollout=RolloutConfig(tensor_parallel=LAYOUTS[layout][1], max_prompt_tokens=32, max_response_tokens=16))
@@ -63,6 +63,7 @@ def policies(ray_cluster, folders):
             build(layout, kind, lora)
         return groups[layout, kind, lora]
 
+    get.pools = pools
     yield get
     for pool in pools.values():
         pool.close()
@@ -106,6 +107,65 @@ def test_engines_agree_after_a_sync_and_not_before(policies, layout, kind):
     assert metrics["sync/max_log_prob_gap"] < GAP
     assert metrics["memory/enter_rollout_after_bytes"] > 0
     assert {"time/enter_train", "time/enter_rollout", "time/sync_load"} <= metrics.keys()
+
+
+def own_experts(policy, batch, folder):
+    """For each row, the experts [fed, layers, k] of a plain transformers model with the policy's weights, sorted."""
+    from transformers import AutoModelForCausalLM
+
+    policy.export(str(folder))
+    model = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32)
+    k, found = model.config.num_experts_per_tok, []
+    for prompt, response in zip(rows_of(batch["prompt_ids"]), rows_of(batch["response_ids"]), strict=True):
+        logits = model(torch.cat([prompt, response[:-1]])[None], output_router_logits=True).router_logits
+        found.append(torch.stack([layer.topk(k).indices.sort().values for layer in logits], dim=1))
+    return found
+
+
+def check_experts(policy, batch, folder):
+    for row, own in zip(rows_of(batch["routed_experts"]), own_experts(policy, batch, folder), strict=True):
+        assert row.dtype == torch.uint8
+        assert torch.equal(row.long().sort(-1).values, own)
+
+
+@pytest.mark.parametrize("layout", LAYOUTS)
+def test_a_rollout_carries_the_experts_of_every_token(policies, layout, tmp_path):
+    policy = policies(layout, "qwen3_moe")
+    batch = policy.generate(prompts(5, seed=2))
+    check_experts(policy, batch, tmp_path / "model")
+    batch = policy.log_probs(batch)
+    assert largest_gap(batch) < GAP
+    metrics = finalize(policy.update(with_loss_columns(batch), plain_loss))
+    assert metrics["routing/fallback_rows"] == metrics["routing/layers_differ_frac"] == 0
+    # Under other experts the trainer finds other log-probs, and its gradient goes there.
+    experts = batch["routed_experts"]
+    batch["routed_experts"] = from_lengths(((experts.values().int() + 1) % 4).to(torch.uint8), lengths(experts))
+    assert largest_gap(policy.log_probs(batch)) > 1e-2
+    policy.set_replay("off")
+    live = policy.log_probs(batch)["old_log_probs"].values()
+    policy.set_replay("old")
+    del batch["routed_experts"]
+    first = policy.log_probs(batch)
+    assert torch.equal(first["old_log_probs"].values(), live)
+    check_experts(policy, first, tmp_path / "updated")
+    policy.set_replay("rollout")
+
+
+def test_experts_through_chunks_cached_prefixes_and_preemptions(policies, folders, tmp_path):
+    """Seven blocks of cache, of which four requests want nine: some are thrown out and begin again."""
+    policies("1")
+    cfg = PolicyConfig(
+        model=ModelConfig(path=str(folders["qwen3_moe"])), routing_replay="rollout",
+        rollout=RolloutConfig(max_prompt_tokens=48, max_response_tokens=32, max_running=4))
+    policy = WorkerGroup(CrampedWorker, policies.pools["1"], cfg, role="cramped")
+    generator = torch.Generator().manual_seed(4)
+    prefix = torch.randint(5, 60, (35,), generator=generator)
+    ids = [torch.cat([prefix, torch.randint(5, 60, (i,), generator=generator)]) for i in range(6)]
+    batch = make_batch(prompt_ids=ids, seeds=torch.arange(6))
+    sampled = policy.generate(batch)
+    assert min(policy.events()[0].values()) > 0, policy.events()
+    check_experts(policy, sampled, tmp_path / "model")
+    assert largest_gap(policy.log_probs(sampled)) < GAP
 
 
 @pytest.mark.parametrize("layout, kind, lora", [

@@ -9,6 +9,8 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
+from torch import Tensor
+
 from hybridrl.environments import Action, Message
 from hybridrl.environments.record import Reply
 from hybridrl.workers.rollout.chat import Chat
@@ -31,6 +33,8 @@ class Row:
     versions: list[int] = field(default_factory=list)
     token_rewards: list[float] = field(default_factory=list)
     turns: list[dict[str, Any]] = field(default_factory=list)
+    experts: Tensor | None = None
+    """Of the tokens that were fed until the last turn, where the engine keeps them."""
 
     @property
     def ids(self) -> list[int]:
@@ -102,6 +106,7 @@ class Conversation:
         row, ids = self.rows[-1], completion.token_ids
         start = len(row.response_ids)
         row.extend(ids, True, completion.log_probs, completion.versions)
+        row.experts = completion.experts
         self._held += self._chat.text_of(ids)
         self._messages.append(self._chat.spoken(ids))
         action = self._chat.action(ids, completion.finish_reason)

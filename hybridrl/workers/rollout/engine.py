@@ -22,6 +22,7 @@ from typing import Any
 from torch import Tensor
 
 from hybridrl.errors import DeadlineError, PhaseError
+from hybridrl.workers.routing import Mixture
 from hybridrl.workers.weights.regions import Copy, Write
 
 Rename = Callable[[Mapping[str, Tensor]], Mapping[str, Tensor]]
@@ -48,13 +49,15 @@ class Completion:
     """What was sampled for one request.
 
     `log_probs` are of the distribution sampled from; `versions` is the weight version of each token;
-    `finish_reason` is `stop` (an end token, which is part of token_ids), `length` or `aborted`.
+    `finish_reason` is `stop` (an end token, which is part of token_ids), `length` or `aborted`; `experts` are those of
+    prompt and response but for its last token, as they travel (see Mixture), where the engine keeps them.
     """
 
     token_ids: list[int]
     log_probs: list[float]
     versions: list[int]
     finish_reason: str
+    experts: Tensor | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -73,6 +76,9 @@ class RolloutEngine(ABC):
     Args:
         stop_ids: token ids that end a response.
     """
+
+    mixture: Mixture | None = None
+    """The shape of the experts that completions carry; None when they carry none."""
 
     def __init__(self, stop_ids: Sequence[int]):
         self.stop_ids = sorted(set(stop_ids))

@@ -11,6 +11,7 @@ from hybridrl.environments import Task
 from hybridrl.environments.environment import AGENT
 from hybridrl.workers.rollout.conversation import MAX_AGENTS, Row
 from hybridrl.workers.rollout.episodes import Episode
+from hybridrl.workers.routing import Mixture, experts_column
 
 
 def tasks_of(batch: TensorDict, seed: int) -> list[Task]:
@@ -23,12 +24,14 @@ def tasks_of(batch: TensorDict, seed: int) -> list[Task]:
             zip(columns["prompt"], columns["answer"], columns["task"], groups, strict=True)]
 
 
-def episode_batch(batch: TensorDict, episodes: Sequence[Episode], decode: Callable[[list[int]], str]) -> TensorDict:
+def episode_batch(batch: TensorDict, episodes: Sequence[Episode], decode: Callable[[list[int]], str],
+                  mixture: Mixture | None = None) -> TensorDict:
     """The rows of all episodes, in order; every episode has at least one.
 
     Args:
         batch: row i is what episode i was about, with `episode_ids`; its columns are repeated.
         decode: token ids to text without special tokens.
+        mixture: of the experts that completions carry.
     """
     written = [(i, k, agent, reward, row) for i, episode in enumerate(episodes)
                for k, (agent, reward, rows) in enumerate(_trajectories(batch, i, episode)) for row in rows]
@@ -57,6 +60,8 @@ def episode_batch(batch: TensorDict, episodes: Sequence[Episode], decode: Callab
     }
     for name, column in columns.items():
         put(played, name, column)
+    if mixture is not None:
+        put(played, "routed_experts", experts_column(mixture, played, [row.experts for row in rows]))
     return played
 
 

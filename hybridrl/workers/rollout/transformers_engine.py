@@ -10,6 +10,7 @@ from torch import Tensor
 
 from hybridrl.errors import SyncError
 from hybridrl.workers.rollout.engine import Completion, Inspect, Rename, Request, RolloutEngine
+from hybridrl.workers.routing import Routing, route
 from hybridrl.workers.weights.regions import Copy, Write, whole
 
 
@@ -23,6 +24,7 @@ class _Running:
     token_ids: list[int] = field(default_factory=list)
     log_probs: list[float] = field(default_factory=list)
     versions: list[int] = field(default_factory=list)
+    experts: list[Tensor] = field(default_factory=list)
 
 
 @dataclass(slots=True)
@@ -44,10 +46,12 @@ class TransformersEngine(RolloutEngine):
         stop_ids: token ids that end a response.
         max_running: sequences decoded at a time.
         frozen: take the folder's weights, and never others.
+        keep_experts: completions carry the experts of a mixture.
     """
 
     def __init__(self, model_path: Path, device: torch.device, dtype: torch.dtype, stop_ids: Sequence[int],
-                 max_running: int = 64, trust_remote_code: bool = False, frozen: bool = False):
+                 max_running: int = 64, trust_remote_code: bool = False, frozen: bool = False,
+                 keep_experts: bool = False):
         super().__init__(stop_ids)
         from transformers import AutoConfig, AutoModelForCausalLM
 
@@ -60,6 +64,7 @@ class TransformersEngine(RolloutEngine):
             config = AutoConfig.from_pretrained(model_path, trust_remote_code=trust_remote_code)
             self.model = AutoModelForCausalLM.from_config(config, dtype=dtype, trust_remote_code=trust_remote_code)
         self.model.to(device).eval().requires_grad_(False)
+        self.mixture = route(self.model) if keep_experts else None
         self.device = device
         self.max_running = max_running
         self._waiting: list[_Running] = []
@@ -91,6 +96,8 @@ class TransformersEngine(RolloutEngine):
         if self._waiting and room > 0:
             admitted, self._waiting = self._waiting[:room], self._waiting[room:]
             cohort = _Cohort(admitted, torch.zeros(len(admitted), 0, dtype=torch.int64))
+            for row in admitted:
+                row.experts.clear()
             texts = [[*row.request.prompt_ids, *row.token_ids] for row in admitted]
             width = max(map(len, texts))
             ids = torch.tensor([[0] * (width - len(text)) + text for text in texts])
@@ -106,10 +113,15 @@ class TransformersEngine(RolloutEngine):
         new = torch.ones_like(ids) if mask is None else mask
         cohort.mask = torch.cat([cohort.mask, new], dim=1)
         positions = (cohort.mask.cumsum(1) - 1).clamp(min=0)[:, -ids.shape[1]:]
+        routing = None if self.mixture is None else Routing(self.mixture, ids.numel(), self.device)
         out = self.model(input_ids=ids.to(self.device), attention_mask=cohort.mask.to(self.device),
                          position_ids=positions.to(self.device), past_key_values=cohort.cache, use_cache=True,
-                         logits_to_keep=1)
+                         logits_to_keep=1, **({} if routing is None else {"routing": routing}))
         cohort.cache = out.past_key_values
+        if routing is not None:
+            routing.check()
+            for row, experts, fed in zip(cohort.rows, routing.own.cpu().chunk(len(ids)), new.bool(), strict=True):
+                row.experts.append(experts[fed])
         for row, logits in zip(cohort.rows, out.logits[:, -1].float().cpu(), strict=True):
             greedy = row.request.temperature == 0  # then, as in vLLM, log-probs are those of temperature 1
             log_probs = (logits / (row.request.temperature or 1)).log_softmax(-1)
@@ -124,8 +136,9 @@ class TransformersEngine(RolloutEngine):
         for i, row in enumerate(cohort.rows):
             stopped = row.token_ids[-1] in self.stop_ids
             if stopped or len(row.token_ids) >= row.request.max_tokens:
+                experts = None if self.mixture is None else self.mixture.packed(torch.cat(row.experts))
                 finished.append((row.request_id, Completion(row.token_ids, row.log_probs, row.versions,
-                                                            "stop" if stopped else "length")))
+                                                            "stop" if stopped else "length", experts)))
             else:
                 keep.append(i)
         if finished and keep:

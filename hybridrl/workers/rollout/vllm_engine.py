@@ -3,6 +3,7 @@
 import os
 import uuid
 from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -13,8 +14,10 @@ from transformers import AutoConfig
 from hybridrl.config import LoRAConfig, RolloutConfig
 from hybridrl.errors import ConfigError, ModelError
 from hybridrl.workers.rollout.engine import Completion, Inspect, Orders, Rename, Request, RolloutEngine
+from hybridrl.workers.rollout.routing_table import RoutingTable, mixture_layers
 from hybridrl.workers.rollout.vllm_adapter import ADAPTER_ID, load_adapter
 from hybridrl.workers.rollout.vllm_weights import Layout, find_layout, reload
+from hybridrl.workers.routing import Mixture
 from hybridrl.workers.weights.regions import Copy, Write, whole
 
 CPU_BLOCK = 128
@@ -40,15 +43,18 @@ class VLLMEngine(RolloutEngine):
         seed: base seed of requests without one of their own.
         lora, adapted: the adapters that `load_weights` brings, and the names of their layers.
         frozen: take the folder's weights, never others, and never sleep.
+        keep_experts: completions carry the experts of a mixture.
     Raises:
         ModelError: vLLM does not support the model. ConfigError: nor the options for it.
     """
 
     def __init__(self, model_path: Path, cfg: RolloutConfig, device: torch.device, stop_ids: Sequence[int],
                  trust_remote_code: bool = False, seed: int = 0, lora: LoRAConfig | None = None,
-                 adapted: Sequence[str] = (), frozen: bool = False):
+                 adapted: Sequence[str] = (), frozen: bool = False, keep_experts: bool = False):
         super().__init__(stop_ids)
-        if lora and device.type == "cpu" and _has_experts(model_path, trust_remote_code):
+        mixture = Mixture.of(AutoConfig.from_pretrained(model_path, trust_remote_code=trust_remote_code,
+                                                        local_files_only=True))
+        if lora and device.type == "cpu" and mixture is not None:
             raise ConfigError("policy.sync.lora must be merged for a mixture of experts on CPU, got 'adapter': "
                               "vLLM has no kernel for it there.")
         os.environ.setdefault("VLLM_ENABLE_V1_MULTIPROCESSING", "0")
@@ -70,6 +76,8 @@ class VLLMEngine(RolloutEngine):
             # Prompts whole: a CPU generator can't take back the noise that vLLM draws for a part of one.
             options |= {"kv_cache_memory_bytes": _cache_bytes(model_path, cfg, trust_remote_code),
                         "enable_chunked_prefill": False, "max_num_batched_tokens": max(CPU_STEP_TOKENS, longest)}
+        if keep_experts:  # vLLM returns them itself on CUDA; the table below reads a step's before the next begins
+            options |= {"enable_return_routed_experts": True} if self.cuda else {"async_scheduling": False}
         if frozen:
             options["load_format"] = "safetensors"
         if lora:
@@ -98,7 +106,18 @@ class VLLMEngine(RolloutEngine):
             self.version = 0
             self.engine.engine_core.set_weight_version("0")
         self.peers, self.leader = _peers(cfg.tensor_parallel)
-        self._early: list[Any] = []
+        self._early: list[tuple[str, Completion]] = []
+        self._table: RoutingTable | None = None
+        self._internal_ids: dict[str, str] = {}
+        if keep_experts and mixture is not None:
+            self._keep_experts(mixture)
+
+    def _keep_experts(self, mixture: Mixture) -> None:
+        [self._mixture_layers] = self.llm.apply_model(
+            lambda model: [layer.layer_id for layer in mixture_layers(model)])
+        self.mixture = replace(mixture, layers=len(self._mixture_layers))
+        if not self.cuda and self.leads:  # routers are not split: all peers choose the same
+            [self._table] = self.llm.collective_rpc(RoutingTable, args=(self.mixture,))
 
     # ---- requests
 
@@ -117,20 +136,34 @@ class VLLMEngine(RolloutEngine):
 
         # The path is never read: the adapter is there already.
         lora = LoRARequest("policy", ADAPTER_ID, "in memory") if self.lora else None
-        self.engine.add_request(request_id, {"prompt_token_ids": list(token_ids)}, params, lora_request=lora)
+        self._internal_ids[request_id] = self.engine.add_request(
+            request_id, {"prompt_token_ids": list(token_ids)}, params, lora_request=lora)
 
     def step(self) -> list[tuple[str, Completion]]:
-        outputs, self._early = [*self._early, *self._finished_outputs()], []
-        return [(output.request_id, _completion(output.outputs[0])) for output in outputs]
+        finished, self._early = [*self._early, *map(self._completed, self._finished_outputs())], []
+        return finished
 
     def _finished_outputs(self) -> list[Any]:
         return [output for output in self.engine.step() if output.finished]
+
+    def _completed(self, output: Any) -> tuple[str, Completion]:
+        """The completion of an output that finished in the last step."""
+        experts, internal_id = None, self._internal_ids.pop(output.request_id)
+        if self._table is not None:
+            fed = len(output.prompt_token_ids) + len(output.outputs[0].token_ids) - 1
+            experts = self._table.take(internal_id, fed)
+        elif self.mixture is not None and output.outputs[0].routed_experts is not None:
+            rows = torch.from_numpy(output.outputs[0].routed_experts.astype("int32"))
+            experts = self.mixture.packed(rows[:, self._mixture_layers])
+        return output.request_id, _completion(output.outputs[0], experts)
 
     def busy(self) -> bool:
         return bool(self._early) or self.engine.has_unfinished_requests()
 
     def cancel(self, request_ids: Sequence[str]) -> None:
         self.engine.abort_request(list(request_ids))
+        for request_id in request_ids:
+            self._internal_ids.pop(request_id, None)
 
     @property
     def cache_tokens(self) -> int | None:
@@ -156,7 +189,7 @@ class VLLMEngine(RolloutEngine):
         while True:
             outputs = self._finished_outputs()
             # Requests that are running go on, and may finish here: the next step hands them over.
-            self._early += [output for output in outputs if output.request_id != "score"]
+            self._early += [self._completed(output) for output in outputs if output.request_id != "score"]
             for output in outputs:
                 if output.request_id == "score":
                     return [position[token].logprob for position, token in
@@ -213,11 +246,6 @@ def rollout_dtype(cfg: RolloutConfig, device: torch.device) -> str:
     if cfg.dtype != "auto":
         return cfg.dtype
     return "bfloat16" if device.type == "cuda" else "float32"
-
-
-def _has_experts(model_path: Path, trust_remote_code: bool) -> bool:
-    config = AutoConfig.from_pretrained(model_path, trust_remote_code=trust_remote_code, local_files_only=True)
-    return any(getattr(config, name, None) for name in ("num_experts", "num_local_experts", "n_routed_experts"))
 
 
 def _cache_bytes(model_path: Path, cfg: RolloutConfig, trust_remote_code: bool) -> int:
@@ -290,13 +318,13 @@ def _unlink_shared_memory(name: str) -> None:
         segment.unlink(missing_ok=True)
 
 
-def _completion(output: Any) -> Completion:
+def _completion(output: Any, experts: torch.Tensor | None) -> Completion:
     token_ids = list(output.token_ids)
     versions: list[int] = []
     for span in output.weight_versions or []:
         versions += [int(span.version)] * (span.end - span.start)
     reason = output.finish_reason if output.finish_reason in ("stop", "length") else "aborted"
-    return Completion(token_ids, list(output.logprobs.logprobs), versions, reason)
+    return Completion(token_ids, list(output.logprobs.logprobs), versions, reason, experts)
 
 
 def _one_line(error: BaseException) -> str:

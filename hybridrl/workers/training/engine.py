@@ -16,10 +16,12 @@ from tensordict import TensorDict
 from torch import Tensor
 from torch.distributed.tensor import DTensor, Replicate, Shard
 
+from hybridrl.algorithms.diagnostics import batch_mismatch
 from hybridrl.algorithms.partials import Balance, Mean, Partial, finalize, merge
-from hybridrl.batch import from_lengths, lengths
+from hybridrl.batch import fed_lengths, from_lengths, lengths
 from hybridrl.config import ModelConfig, TrainingConfig, check
 from hybridrl.errors import BatchError, PhaseError, TrainingError
+from hybridrl.workers.routing import Routing
 from hybridrl.workers.training.attention import choose_kernel
 from hybridrl.workers.training.checkpoint import load_state, save_state
 from hybridrl.workers.training.context import ContextParallel
@@ -29,7 +31,7 @@ from hybridrl.workers.training.lora import adapted, adapters, adapters_off, merg
 from hybridrl.workers.training.mesh import local, make_mesh
 from hybridrl.workers.training.models import PolicyModel, compute_dtype, load_model
 from hybridrl.workers.training.optimizer import Optimizer
-from hybridrl.workers.training.packing import MicroBatch, columns, cut, fed_lengths, micro_batches
+from hybridrl.workers.training.packing import MicroBatch, columns, cut, micro_batches, of_fed_tokens
 
 LossFunction = Callable[[Tensor, dict[str, Tensor], Tensor | None], tuple[Tensor, dict[str, Partial]]]
 """(log_probs [b, R], columns, entropies [b, R] or None) -> (partial loss, metrics that merge over pieces).
@@ -63,6 +65,11 @@ class TrainingEngine:
         self.cfg, self.device, self.trainable = cfg, device, trainable
         self.mesh = make_mesh(device, cfg.shard_ranks)
         self.context = ContextParallel(device, cfg.context_parallel) if cfg.context_parallel > 1 else None
+        self.replay = "off"
+        """Whose experts log-probs and updates follow: `off` (the model's own), `rollout` (those in `routed_experts`) or
+        `old` (those that `log_probs` puts there)."""
+        self.compare_routing = False
+        """Whether updates also measure the gap to the rollout without replay; one more forward pass."""
         self.offloaded: set[str] = set()
         """Which of `parameters` and `optimizer` are in CPU memory."""
         check_offload(cfg, device)
@@ -116,9 +123,10 @@ class TrainingEngine:
             batch: `prompt_ids` and `response_ids`; this rank's rows.
             temperature: divides the logits.
         Returns:
-            `log_probs`, and with `entropies` also `entropies`.
+            `log_probs`, and with `entropies` also `entropies`; `routed_experts` where `replay` is `old` and the batch
+            has none.
         """
-        return self._score(batch, ["log_probs", "entropies"] if entropies else ["log_probs"], temperature)
+        return self._score(batch, ["log_probs", "entropies"] if entropies else ["log_probs"], temperature, True)
 
     def base_log_probs(self, batch: TensorDict, temperature: float = 1.0) -> Tensor:
         """Log-probs under the model that training started from: this one, with its adapters off.
@@ -139,19 +147,44 @@ class TrainingEngine:
         return self._score(batch, ["log_probs", "top_log_probs", "top_ids"], temperature)
 
     @torch.no_grad()
-    def _score(self, batch: TensorDict, names: list[str], temperature: float = 1.0) -> dict[str, Tensor]:
-        """The model's outputs under `names`."""
+    def _score(self, batch: TensorDict, names: list[str], temperature: float = 1.0,
+               replay: bool = False) -> dict[str, Tensor]:
+        """The model's outputs under `names`; with `replay` under the experts that `self.replay` says."""
         self._need("parameters")
         sizes = lengths(batch["response_ids"])
         values = {name: torch.empty(int(sizes.sum()), dtype=torch.float32) for name in names}
+        record = replay and self.replay == "old" and "routed_experts" not in batch.keys()
+        routings = []
         for part in self._micro_batches(batch):
-            for name, value in zip(names, self._forward(part, temperature, "entropies" in names), strict=False):
+            routing = self._routing(part, record) if replay else None
+            routings.append((part, routing))
+            outputs = self._forward(part, temperature, "entropies" in names, routing=routing)
+            for name, value in zip(names, outputs, strict=False):
                 if values[name].shape[1:] != value.shape[1:] or values[name].dtype != value.dtype:
                     values[name] = value.new_empty(len(values[name]), *value.shape[1:], device="cpu")
                 values[name][part.sources] = value.cpu()
         if self.sharded:
             self.model.reshard()  # forward passes alone leave the root's weights gathered
-        return {name: from_lengths(value, sizes) for name, value in values.items()}
+        recorded = {"routed_experts": self._recorded(batch, routings)} if record else {}
+        return {name: from_lengths(value, sizes) for name, value in values.items()} | recorded
+
+    def _routing(self, part: MicroBatch, record: bool = False) -> Routing | None:
+        """The experts that the forward passes of a micro-batch follow, or with `record` keep; None: nobody asks."""
+        mixture = self.model.mixture
+        if mixture is None or self.replay == "off" or (part.experts is None and not record):
+            return None
+        given = None if part.experts is None else mixture.unpacked(part.experts).to(self.device)
+        return Routing(mixture, part.input_ids.shape[1], self.device, given)
+
+    def _recorded(self, batch: TensorDict, routings: Iterable[tuple[MicroBatch, Routing | None]]) -> Tensor:
+        """The column `routed_experts` of what was kept."""
+        mixture, sizes = self.model.mixture, torch.tensor(fed_lengths(batch), dtype=torch.int64)
+        assert mixture is not None, "replay is off for dense models"
+        column = from_lengths(mixture.unknown(int(sizes.sum())), sizes)
+        for part, routing in routings:
+            if routing is not None and len(part.sources):
+                column.values()[of_fed_tokens(column, part.rows)] = routing.own.cpu()
+        return from_lengths(mixture.packed(column.values()), sizes)
 
     def update(self, batch: TensorDict, loss_fn: LossFunction, temperature: float = 1.0,
                entropies: bool = False, candidates: str = "") -> dict[str, float]:
@@ -205,6 +238,8 @@ class TrainingEngine:
         numbers = {name: float(totals.pop(name).sum) for name in ("loss", "tokens")}
         numbers |= {name: totals.pop(name).value() for name in ("balance_ranks", "balance_micro_batches")}
         numbers["micro_batches"] = float(len(parts))
+        if "routing/fallback_rows" in totals:
+            numbers["routing/fallback_rows"] = float(totals.pop("routing/fallback_rows").sum)
         return {name: Mean(value, 1) for name, value in numbers.items()} | totals
 
     def save(self, folder: Path, numbers: Mapping[str, int] | None = None) -> None:
@@ -314,10 +349,13 @@ class TrainingEngine:
             self.model.set_is_last_backward(now)
 
     def _forward(self, part: MicroBatch, temperature: float, entropies: bool,
-                 targets: Tensor | None = None) -> tuple[Tensor, Tensor | None]:
-        return self.model(part.input_ids, part.position_ids, part.predictors,
-                          part.targets if targets is None else targets, part.pack, temperature,
-                          self.cfg.logits_chunk_tokens, entropies)
+                 targets: Tensor | None = None, routing: Routing | None = None) -> tuple[Tensor, Tensor | None]:
+        outputs = self.model(part.input_ids, part.position_ids, part.predictors,
+                             part.targets if targets is None else targets, part.pack, temperature,
+                             self.cfg.logits_chunk_tokens, entropies, routing)
+        if routing is not None:
+            routing.check()
+        return outputs
 
     def _backward(self, batch: TensorDict, part: MicroBatch, loss_fn: LossFunction, temperature: float,
                   entropies: bool, candidates: str) -> dict[str, Partial]:
@@ -326,7 +364,9 @@ class TrainingEngine:
         if candidates:
             others = batch[candidates].values()[part.sources].to(self.device)
             targets = torch.cat([part.targets[:, None], others], dim=1)
-        log_probs, entropy = self._forward(part, temperature, entropies, targets)
+        live = self._live_log_probs(part, temperature) if self.compare_routing else None
+        routing = self._routing(part)
+        log_probs, entropy = self._forward(part, temperature, entropies, targets, routing)
         if not part.rows:
             log_probs.sum().backward()  # no targets: a sum of nothing, whose backward pass is still a collective
             return {}
@@ -339,13 +379,29 @@ class TrainingEngine:
         if not loss.requires_grad:  # a constant loss still has to join the backward pass of the others
             loss = loss + log_probs.sum() * 0
         loss.backward()
+        if routing is not None:
+            metrics = {**metrics, **routing.metrics()}
+        if live is not None:
+            metrics = {**metrics, **_live_mismatch(part.padded(live), inputs)}
         return {**metrics, "loss": Mean(loss.detach(), 1)}
+
+    @torch.no_grad()
+    def _live_log_probs(self, part: MicroBatch, temperature: float) -> Tensor:
+        """Log-probs under the model's own choice of experts."""
+        return self._forward(part, temperature, False)[0]
 
     def _merge_over_ranks(self, pieces: list[dict[str, Partial]]) -> dict[str, Any]:
         """The metrics of all pieces of all rows, merged in rank order; a name may be missing on some ranks."""
         everyone: list[Any] = [None] * dist.get_world_size()
         dist.all_gather_object(everyone, _plain(merge(pieces)))
         return merge(everyone[::self.cfg.context_parallel])  # ranks that share rows found the same
+
+
+def _live_mismatch(log_probs: Tensor, inputs: dict[str, Tensor]) -> dict[str, Partial]:
+    """`mismatch_live/...`: the rollout's log-probs against those [b, R] of a pass that replayed nothing."""
+    found = batch_mismatch({"old_log_probs": log_probs, "rollout_log_probs": inputs["rollout_log_probs"],
+                            "mask": inputs["response_mask"]})
+    return {name.replace("mismatch/", "mismatch_live/"): part for name, part in found.items()}
 
 
 def _whole_on_first(tensors: Iterable[tuple[str, DTensor]], dtype: torch.dtype) -> dict[str, Tensor]:

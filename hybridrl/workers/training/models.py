@@ -18,6 +18,7 @@ from transformers.utils.logging import disable_progress_bar
 from hybridrl.config import LoRAConfig, ModelConfig, TrainingConfig
 from hybridrl.errors import ModelError
 from hybridrl.models import resolve_model
+from hybridrl.workers.routing import Mixture, Routing, decoder_layers, route
 from hybridrl.workers.training.attention import ATTENTION, Pack
 from hybridrl.workers.training.compiled import compile_layers
 from hybridrl.workers.training.context import ContextParallel
@@ -43,6 +44,8 @@ class PolicyModel(nn.Module):
     """The transformers class that reads a folder for it."""
     context: ContextParallel | None = None
     """The ranks that share rows; None where each has its own."""
+    mixture: Mixture | None = None
+    """The shape of its routing; None for a dense model."""
 
     def __init__(self, causal_lm: PreTrainedModel, stored_dtype: torch.dtype):
         super().__init__()
@@ -51,10 +54,14 @@ class PolicyModel(nn.Module):
         """Dtype of the folder it was loaded from."""
 
     def forward(self, input_ids: Tensor, position_ids: Tensor, predictors: Tensor, targets: Tensor,
-                pack: Pack, temperature: float, chunk: int, entropies: bool) -> tuple[Tensor | None, ...]:
-        """Shapes as in MicroBatch, or [N, K] targets; returns what `outputs` does, for all N response tokens."""
+                pack: Pack, temperature: float, chunk: int, entropies: bool,
+                routing: Routing | None = None) -> tuple[Tensor | None, ...]:
+        """Shapes as in MicroBatch, or [N, K] targets; returns what `outputs` does, for all N response tokens.
+
+        A `routing` of the T tokens says which experts they go to, and keeps which they would; not with a context.
+        """
         if self.context is None:
-            hidden = self._hidden(input_ids, position_ids, pack)[predictors]
+            hidden = self._hidden(input_ids, position_ids, pack, routing)[predictors]
             return self.outputs(hidden, targets, temperature, chunk, entropies)
         share = self.context.share(input_ids, position_ids, predictors, targets, pack)
         hidden = self._hidden(share.input_ids, share.position_ids, share.pack)[share.predictors]
@@ -67,10 +74,11 @@ class PolicyModel(nn.Module):
         head = self.causal_lm.get_output_embeddings()
         return token_log_probs(hidden, head.weight, head.bias, targets, temperature, chunk, entropies)
 
-    def _hidden(self, input_ids: Tensor, position_ids: Tensor, pack: Pack) -> Tensor:
+    def _hidden(self, input_ids: Tensor, position_ids: Tensor, pack: Pack, routing: Routing | None = None) -> Tensor:
         """Final hidden states [T, H]."""
+        follow = {} if routing is None else {"routing": routing}
         return self.causal_lm.base_model(input_ids=input_ids, position_ids=position_ids, use_cache=False,
-                                         pack=pack).last_hidden_state[0]
+                                         pack=pack, **follow).last_hidden_state[0]
 
     @property
     def head_size(self) -> int:
@@ -80,9 +88,7 @@ class PolicyModel(nn.Module):
 
     def layers(self) -> list[nn.Module]:
         """The decoder layers: the units of sharding and of activation checkpointing."""
-        names = set(self.causal_lm._no_split_modules or ())
-        return [module for module in self.causal_lm.modules()  # FSDP puts a class of its own in front
-                if names & {kind.__name__ for kind in type(module).__mro__}]
+        return decoder_layers(self.causal_lm)
 
     def matrices(self) -> list[nn.Parameter]:
         """The trained parameters of two dimensions within the layers: neither embeddings nor heads."""
@@ -175,6 +181,7 @@ def _prepare(model: PolicyModel, trainable: bool, training: TrainingConfig, lora
         model.adapt(lora, dtype)
     if training.compile:
         compile_layers(model.layers())
+    model.mixture = route(model.causal_lm)
     if trainable:
         recompute(model.layers(), training.gradient_checkpointing)
 

@@ -11,7 +11,7 @@ import torch
 from tensordict import TensorDict
 from torch import Tensor
 
-from hybridrl.batch import FIELDS, lengths, require
+from hybridrl.batch import FIELDS, fed_lengths, lengths
 from hybridrl.dispatch import balanced
 from hybridrl.errors import BatchError
 from hybridrl.workers.training.attention import Pack
@@ -42,24 +42,13 @@ class MicroBatch:
     """R."""
     pack: Pack
     """Where each row lies, for attention."""
+    experts: Tensor | None
+    """[T, L, K] uint8 or uint16, on CPU: experts that the fed tokens went to, as they travel; None without them."""
 
     def padded(self, values: Tensor) -> Tensor:
         """[N, ...] values as right-padded [b, R, ...], zero in the padding; keeps the gradient."""
         cells = values.new_zeros(len(self.rows) * self.width, *values.shape[1:])
         return cells.index_copy(0, self.cells, values).unflatten(0, (len(self.rows), self.width))
-
-
-def fed_lengths(batch: TensorDict) -> list[int]:
-    """Tokens that each row feeds to the model.
-
-    Raises BatchError for a row with a response and no prompt: nothing predicts its first token.
-    """
-    require(batch, "prompt_ids", "response_ids")
-    prompts, responses = lengths(batch["prompt_ids"]).tolist(), lengths(batch["response_ids"]).tolist()
-    for row, (prompt, response) in enumerate(zip(prompts, responses, strict=True)):
-        if response and not prompt:
-            raise BatchError(f"row {row} has a response and an empty prompt; a prompt needs at least one token.")
-    return [p + r - 1 if r else 0 for p, r in zip(prompts, responses, strict=True)]
 
 
 def cut(sizes: list[int], costs: list[float], budget: int, count: int = 0) -> list[list[int]]:
@@ -93,12 +82,21 @@ def micro_batches(batch: TensorDict, bins: list[list[int]], device: torch.device
                   kernel: str = "sdpa") -> Iterator[MicroBatch]:
     """One micro-batch a bin, in order, for a kernel of attention; an empty bin gives one without rows."""
     prompts, responses = batch["prompt_ids"], batch["response_ids"]
+    experts = batch["routed_experts"] if "routed_experts" in batch.keys() else None
+    if experts is not None and (found := lengths(experts).tolist()) != fed_lengths(batch):
+        raise BatchError(f"routed_experts has rows of {found} tokens, those that are fed have {fed_lengths(batch)}.")
     for rows in bins:
-        yield _micro_batch(prompts, responses, rows, device, kernel)
+        yield _micro_batch(prompts, responses, rows, device, kernel, experts)
+
+
+def of_fed_tokens(column: Tensor, rows: list[int]) -> Tensor:
+    """[T]: where the fed tokens of some rows lie in a ragged column of fed tokens."""
+    offsets = column.offsets().tolist()
+    return _cat([torch.arange(offsets[row], offsets[row + 1]) for row in rows])
 
 
 def _micro_batch(prompts: Tensor, responses: Tensor, rows: list[int], device: torch.device,
-                 kernel: str) -> MicroBatch:
+                 kernel: str, experts: Tensor | None) -> MicroBatch:
     prompt_offsets, response_offsets = prompts.offsets().tolist(), responses.offsets().tolist()
     width = max((response_offsets[row + 1] - response_offsets[row] for row in rows), default=0)
     inputs, positions, predictors, sources, cells, sizes = [], [], [], [], [], []
@@ -122,7 +120,8 @@ def _micro_batch(prompts: Tensor, responses: Tensor, rows: list[int], device: to
     return MicroBatch(
         rows=rows, input_ids=torch.cat(inputs)[None].to(device), position_ids=torch.cat(positions)[None].to(device),
         predictors=_cat(predictors).to(device), targets=responses.values()[source].to(device), sources=source,
-        cells=_cat(cells).to(device), width=width, pack=Pack(sizes, device, kernel))
+        cells=_cat(cells).to(device), width=width, pack=Pack(sizes, device, kernel),
+        experts=experts.values()[of_fed_tokens(experts, rows)] if experts is not None and len(source) else None)
 
 
 def _cat(parts: list[Tensor]) -> Tensor:
@@ -132,14 +131,14 @@ def _cat(parts: list[Tensor]) -> Tensor:
 def columns(batch: TensorDict, part: MicroBatch, device: torch.device) -> dict[str, Tensor]:
     """The batch's tensor columns for the rows of a micro-batch: per-token ones padded [b, R], per-row ones [b, ...].
 
-    Prompt columns and columns of Python objects are left out.
+    Columns of prompts, of fed tokens and of Python objects are left out.
     Raises BatchError when a per-token column has other row lengths than `response_ids`.
     """
     sizes = lengths(batch["response_ids"])
     picked = {}
     for name in batch.keys():
         column = batch.get(name)
-        if not isinstance(column, Tensor) or (name in FIELDS and FIELDS[name].shape == "T"):
+        if not isinstance(column, Tensor) or (name in FIELDS and FIELDS[name].shape in ("T", "FLK")):
             continue
         if not column.is_nested:
             picked[name] = column[torch.tensor(part.rows, dtype=torch.int64)].to(device)

@@ -5,13 +5,12 @@ import re
 import pytest
 import torch
 
-from hybridrl.batch import lengths
+from hybridrl.batch import fed_lengths, lengths
 from hybridrl.config import ModelConfig, TrainingConfig
 from hybridrl.errors import ConfigError
 from hybridrl.workers.training import dry_run as module
 from hybridrl.workers.training.dry_run import Measured, dry_run
 from hybridrl.workers.training.engine import TrainingEngine
-from hybridrl.workers.training.packing import fed_lengths
 from tests.unit.training.reference import policy_gradient, random_batch
 
 pytestmark = pytest.mark.usefixtures("one_rank")

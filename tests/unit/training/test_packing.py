@@ -5,9 +5,9 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from hybridrl.batch import make_batch
+from hybridrl.batch import fed_lengths, make_batch
 from hybridrl.errors import BatchError
-from hybridrl.workers.training.packing import columns, cut, fed_lengths, micro_batches
+from hybridrl.workers.training.packing import columns, cut, micro_batches
 
 CPU = torch.device("cpu")
 
