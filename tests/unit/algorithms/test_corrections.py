@@ -160,6 +160,7 @@ def test_diagnostics(columns):
         "prob_diff_max": (old.exp() - roll.exp()).abs().max(),
         "frac_above_hi": (rho > 1.1).double().mean(),
         "frac_below_lo": (rho < 0.9).double().mean(),
+        "frac_beyond_2": (torch.maximum(rho, 1 / rho) > 2).double().mean(),
         "frac_kept": 1.0,
         "ppl_old": reference.mean([math.exp(-x) for x, _ in means]),
         "ppl_rollout": reference.mean([math.exp(-y) for _, y in means]),
