@@ -4,7 +4,7 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from hybridrl.batch import rows_of
+from hybridrl.batch import from_lengths, lengths, rows_of
 from hybridrl.config import LoRAConfig, ModelConfig, TrainingConfig
 from hybridrl.errors import ConfigError, PhaseError
 from hybridrl.workers.training.attention import Pack, choose_kernel, packed_attention
@@ -191,3 +191,19 @@ def test_a_dry_run_says_what_is_left_and_what_fits(folders):
     wide = engine(folders["llama"], micro_batch_tokens=10**9)
     with pytest.raises(ConfigError, match="training.micro_batch_tokens must be at most [0-9]+ here"):
         dry_run(wide, 10**7, 100, 200)
+
+
+@pytest.mark.parametrize("mode", ["none", "layers", "selective"])
+def test_replayed_experts_in_every_pass(folders, mode):
+    """Forced experts change log-probs, and the update's first pass, recomputed layers included, follows them."""
+    training = engine(folders["qwen3_moe"], gradient_checkpointing=mode)
+    training.replay = "old"
+    batch = random_batch()
+    first = training.log_probs(batch)
+    experts = first["routed_experts"]
+    batch["routed_experts"] = from_lengths(((experts.values().int() + 1) % 4).to(torch.uint8), lengths(experts))
+    forced = training.log_probs(batch)["log_probs"].values()
+    assert (forced - first["log_probs"].values()).abs().max() > 1e-3
+    metrics = training.update(batch, policy_gradient)
+    assert metrics["routing/fallback_rows"] == 0 and metrics["routing/layers_differ_frac"] > 0.2
+    assert metrics["grad_norm"] > 0
