@@ -8,6 +8,8 @@ from hybridrl.algorithms.partials import finalize
 from hybridrl.batch import from_lengths, lengths, make_batch, narrow, put, select
 from hybridrl.config import ModelConfig, TrainingConfig
 from hybridrl.errors import BatchError, ModelError
+from hybridrl.workers.rollout.engine import Request
+from hybridrl.workers.rollout.transformers_engine import TransformersEngine
 from hybridrl.workers.routing import Mixture, Routing, experts_column, route
 from hybridrl.workers.training.engine import TrainingEngine
 from tests.models import tiny_model
@@ -238,3 +240,21 @@ def test_columns_that_do_not_fit_are_refused(one_rank, folder):
     batch["routed_experts"] = from_lengths(column.values(), lengths(column).flip(0))
     with pytest.raises(BatchError, match="routed_experts has rows of"):
         training.log_probs(batch)
+
+
+# ---- the transformers engine
+
+
+def test_the_transformers_engine_keeps_experts_of_rows_of_any_length(folder):
+    """Rows of a cohort are padded on the left, end at different times, and may begin again under new weights."""
+    engine = TransformersEngine(folder, CPU, torch.float32, [1], frozen=True, keep_experts=True)
+    model = transformers.AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32)
+    mixture = route(model)
+    assert engine.mixture == mixture
+    requests = [Request(list(range(5, 7 + 4 * i)), 3 + 5 * i, seed=i) for i in range(3)]
+    for request, completion in zip(requests, engine.generate(requests), strict=True):
+        fed = torch.tensor([[*request.prompt_ids, *completion.token_ids[:-1]]])
+        own = Routing(mixture, fed.shape[1], CPU)
+        model(fed, routing=own)
+        assert torch.equal(mixture.unpacked(completion.experts).sort(-1).values, own.own.sort(-1).values)
+    assert TransformersEngine(folder, CPU, torch.float32, [1], frozen=True).mixture is None
