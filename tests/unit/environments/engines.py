@@ -44,8 +44,11 @@ class ScriptedEngine(RolloutEngine):
         for request_id in request_ids:
             self.running.pop(request_id)
 
-    def write_weights(self, buckets):
-        list(buckets)
+    def layout(self, weights, rename):
+        return []
+
+    def write_weights(self, writes, inspect=None):
+        list(writes)
 
     def score(self, token_ids):
         return [0.0] * (len(token_ids) - 1)
