@@ -25,7 +25,7 @@ def test_two_steps_under_replayed_experts(run, mixture, tmp_path, engine, replay
     assert [row["step"] for row in rows] == [1, 2]
     for row in rows:
         assert row["train/grad_norm"] > 0 and row["routing/fallback_rows"] == 0
-        assert row["mismatch/max_gap"] < 1e-4 and row["mismatch/frac_beyond_2"] == 0
+        assert row["mismatch/max_gap"] < 1e-3 and row["mismatch/frac_beyond_2"] == 0
         assert 0 <= row["routing/layers_differ_frac"] <= row["routing/tokens_differ_frac"] < 1
         assert row["mismatch_live/kl_k3"] >= 0
 
