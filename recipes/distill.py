@@ -57,6 +57,9 @@ def main(cfg: DistillConfig) -> None:
         own = cluster.pool(cfg.teacher.ranks) if cfg.teacher.ranks else pool
         teacher = WorkerGroup(TeacherWorker, own, cfg.teacher, cfg.distill, cfg.policy.model, role="teacher")
         policy = WorkerGroup(PolicyWorker, pool, cfg.policy, cfg.seed, role="policy")
+        if cfg.trainer.dry_run:
+            rows = cfg.trainer.prompts_per_step * cfg.algorithm.responses_per_prompt
+            run.say(policy.dry_run(rows, longest, cfg.policy.rollout.max_response_tokens, algorithm.loss)[0])
         evaluate = Evaluation(cfg, run, partial(respond, policy, rewards), problems)
         parts = {"policy": policy, "prompts": prompts, "algorithm": algorithm}
         if run.restore(**parts) == 0 and problems is not None:
