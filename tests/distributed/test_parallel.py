@@ -37,9 +37,10 @@ OPTIONS = dict(learning_rate=1e-2, max_grad_norm=50.0, micro_batch_tokens=30, lo
 LAYOUTS = {
     1: {"one rank": {}},
     2: {"replicas": dict(shard_ranks=1), "context": dict(context_parallel=2),
-        "context of replicas": dict(context_parallel=2, shard_ranks=1),
+        "context of replicas": dict(context_parallel=2, shard_ranks=1, whole_gradient_gib=0),
         "context, recomputed": dict(context_parallel=2, gradient_checkpointing="layers")},
-    4: {"replicas": dict(shard_ranks=2), "context": dict(context_parallel=2),
+    4: {"replicas": dict(shard_ranks=2), "sharded gradients": dict(shard_ranks=2, whole_gradient_gib=0),
+        "context": dict(context_parallel=2),
         "context in replicas": dict(context_parallel=4, shard_ranks=2)},
 }
 SCORED = {"llama": {}, "qwen2": dict(use_sliding_window=True, sliding_window=4, max_window_layers=1), "qwen3_moe": {}}

@@ -207,3 +207,25 @@ def test_replayed_experts_in_every_pass(folders, mode):
     metrics = training.update(batch, policy_gradient)
     assert metrics["routing/fallback_rows"] == 0 and metrics["routing/layers_differ_frac"] > 0.2
     assert metrics["grad_norm"] > 0
+
+
+@pytest.mark.parametrize("optimizer", ["muon", "adamw_8bit"])
+def test_other_optimizers_learn_and_resume_from_offloaded_state(folders, tmp_path, optimizer):
+    if optimizer == "adamw_8bit":
+        pytest.importorskip("torchao")
+    ours, batch = engine(folders["llama"], optimizer=optimizer, learning_rate=1e-3), random_batch()
+    first = ours.update(batch, policy_gradient)
+    ours.offload()
+    ours.onload()
+    assert ours.update(batch, policy_gradient)["loss"] < first["loss"]
+    ours.save(tmp_path / "step")
+    resumed = engine(folders["llama"], optimizer=optimizer, learning_rate=1e-3)
+    resumed.load(tmp_path / "step")
+    assert resumed.update(batch, policy_gradient) == pytest.approx(ours.update(batch, policy_gradient), rel=1e-3)
+
+
+def test_compiled_layers_are_near_eager_ones(folders):
+    eager, compiled = (engine(folders["llama"], compile=on) for on in (False, True))
+    for seed in range(2):
+        a, b = (each.update(random_batch(seed=seed), policy_gradient) for each in (eager, compiled))
+        assert a == pytest.approx(b, rel=3e-2, abs=3e-2)

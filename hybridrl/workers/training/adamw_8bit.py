@@ -85,5 +85,6 @@ def block_size(shape: torch.Size) -> int:
 def zeros(parameter: nn.Parameter, shape: torch.Size, dtype: torch.dtype) -> Tensor:
     """Zeros whose rows are sharded as those of the parameter."""
     if isinstance(parameter, DTensor):
-        return dtensor.zeros(shape, dtype=dtype, device_mesh=parameter.device_mesh, placements=parameter.placements)
+        made = dtensor.zeros(shape, dtype=dtype, device_mesh=parameter.device_mesh, placements=parameter.placements)
+        return made.to(parameter.device)  # which is the CPU with offload=always
     return torch.zeros(shape, dtype=dtype, device=parameter.device)
