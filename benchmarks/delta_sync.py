@@ -2,6 +2,7 @@
 
     python -m benchmarks.delta_sync [parameters=135e6] [density=0.01] [repetitions=7]
     python -m benchmarks.delta_sync model=smollm2|FOLDER [learning_rate=1e-6] [steps=20] [rows=8]
+    python -m benchmarks.delta_sync model=smollm2|FOLDER engine=vllm|transformers [ranks=2] [density=0.01]
 
 The weights are bfloat16, in tensors of the sizes of a Llama model. A `density` of their elements, uniformly spread,
 moves by one or two units in the last place each time. `encode_ms` is from weights to bytes, `apply_ms` from bytes to
@@ -12,6 +13,9 @@ changed with one flat index_put. All are medians. `compression` is full bytes / 
 With `model`, the changes are those of training it: `steps` policy-gradient steps, each on `rows` new rows whose
 advantages are drawn from a normal distribution, with float32 master weights and AdamW's defaults; after each step a
 patch in bfloat16 is made. `changed_frac` and `compression` are then given for each step.
+
+With `engine` too, a policy's two engines in the same processes are synced, by `policy.sync.mode=full` and by `delta`,
+after a change of a `density` of the elements: seconds and bytes from other ranks, medians.
 """
 
 import json
@@ -27,13 +31,18 @@ from tensordict import TensorDict
 from torch import Tensor
 
 from hybridrl.batch import make_batch
-from hybridrl.config import ModelConfig, TrainingConfig
+from hybridrl.config import ClusterConfig, ModelConfig, PolicyConfig, RolloutConfig, TrainingConfig
+from hybridrl.controller import Cluster, WorkerGroup
+from hybridrl.dispatch import to_all
 from hybridrl.models import load_tokenizer, resolve_model
+from hybridrl.workers.policy import PolicyWorker
 from hybridrl.workers.training.engine import TrainingEngine
+from hybridrl.workers.weights.delta_sync import DeltaSync
 from hybridrl.workers.weights.patch_chain import PatchReceiver, PatchSender
+from hybridrl.workers.weights.sync import WeightSync
 
 DEFAULTS = {"parameters": "135e6", "density": "0.01", "repetitions": "7", "model": "", "learning_rate": "1e-6",
-            "steps": "20", "rows": "8"}
+            "steps": "20", "rows": "8", "engine": "", "ranks": "2"}
 HIDDEN, INTERMEDIATE, VALUES = 576, 1536, 192
 
 
@@ -154,6 +163,35 @@ def sums(tokenizer: Any, rows: int, generator: torch.Generator) -> TensorDict:
                       loss_weights=[[1 / tokens] * len(r) for r in responses])
 
 
+class MeasuredPolicy(PolicyWorker):
+    """A policy that times its own syncs."""
+
+    @to_all
+    def measure(self, mode: str, density: float, repetitions: int) -> dict[str, float]:
+        """Medians of what syncs by this mode report, after a first one."""
+        self.weight_sync = (DeltaSync if mode == "delta" else WeightSync)(
+            self.training, self.rollout, self.cfg.sync, self.dtype, self.peers("rollout"))
+        rows = []
+        for version in range(self.version + 1, self.version + repetitions + 2):
+            rows.append(self.weight_sync.run(version))
+            for _, weight in self.training.weights():
+                held = weight.to_local()  # shares memory with training
+                held.mul_(1 + 0.1 * (torch.rand(held.shape) < density))
+        self.version += repetitions + 1
+        return {f"{mode}_{name}": statistics.median(row[f"{group}/{name}"] for row in rows[1:])
+                for group, name in (("time", "sync_load"), ("sync", "received_bytes"))}
+
+
+def measure_policy(model: str, engine: str, ranks: int, density: float, repetitions: int) -> dict[str, object]:
+    """Both modes in one policy."""
+    cfg = PolicyConfig(model=ModelConfig(path=model), rollout=RolloutConfig(
+        engine=engine, max_prompt_tokens=64, max_response_tokens=64, kv_cache_gib=0.1))
+    with Cluster(ClusterConfig(ranks=ranks)) as cluster:
+        policy = WorkerGroup(MeasuredPolicy, cluster.pool(), cfg, role="policy")
+        found = [policy.measure(mode, density, repetitions)[0] for mode in ("full", "delta")]
+    return {"model": model, "engine": engine, "ranks": ranks, "density": density, **found[0], **found[1]}
+
+
 def main(words: list[str]) -> None:
     """Run with `key=value` words."""
     options = DEFAULTS | dict(word.split("=", 1) for word in words if "=" in word)
@@ -163,6 +201,10 @@ def main(words: list[str]) -> None:
     if not options["model"]:
         print(json.dumps(measure(int(float(options["parameters"])), float(options["density"]),
                                  int(options["repetitions"]))))
+        return
+    if options["engine"]:
+        print(json.dumps(measure_policy(options["model"], options["engine"], int(options["ranks"]),
+                                        float(options["density"]), int(options["repetitions"]))))
         return
     with tempfile.TemporaryDirectory() as scratch:
         dist.init_process_group("gloo", init_method=f"file://{scratch}/store", rank=0, world_size=1)

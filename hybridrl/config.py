@@ -255,6 +255,8 @@ class RolloutConfig:
 
 @dataclass(kw_only=True, slots=True)
 class SyncConfig:
+    mode: str = "full"
+    """`full` sends all weights at each sync, `delta` those elements that changed in the rollout engine's dtype."""
     bucket_mib: int = 64
     """Weights that are exchanged at a time, in MiB of the whole model in the rollout engine's dtype; two such buckets
     are under way at once. Larger weights are cut by rows."""
@@ -270,7 +272,10 @@ class SyncConfig:
     adds while it samples, with base weights that it reads from the model folder once."""
 
     def validate(self) -> None:
+        check_choice("policy.sync.mode", self.mode, ("full", "delta"))
         check_choice("policy.sync.lora", self.lora, ("merged", "adapter"))
+        if self.lora == "adapter":
+            check(self.mode == "full", "policy.sync.mode", self.mode, "full with policy.sync.lora=adapter")
         check(self.bucket_mib >= 1, "policy.sync.bucket_mib", self.bucket_mib, "at least 1")
         check_choice("policy.sync.verify", self.verify, ("none", "fingerprint", "full"))
         check(self.fingerprint_tokens >= 1, "policy.sync.fingerprint_tokens", self.fingerprint_tokens, "at least 1")

@@ -32,6 +32,7 @@ from hybridrl.workers.rollout.vllm_engine import VLLMEngine, rollout_dtype
 from hybridrl.workers.routing import experts_column
 from hybridrl.workers.trainer import TrainerWorker
 from hybridrl.workers.training.engine import LossFunction
+from hybridrl.workers.weights.delta_sync import DeltaSync
 from hybridrl.workers.weights.sync import WeightSync, fingerprint_ids, largest_gap, training_log_probs
 
 
@@ -63,7 +64,8 @@ class PolicyWorker(TrainerWorker):
                               f"{cfg.routing_replay!r}: {cfg.model.path} has none.")
         self.training.replay, self.training.compare_routing = cfg.routing_replay, cfg.routing_compare
         self.rollout = self._build_rollout(seed)
-        self.weight_sync = WeightSync(self.training, self.rollout, cfg.sync, self.dtype, self.peers("rollout"))
+        kind = DeltaSync if cfg.sync.mode == "delta" else WeightSync
+        self.weight_sync = kind(self.training, self.rollout, cfg.sync, self.dtype, self.peers("rollout"))
         self.phase = Phase.TRAIN
         self.version = 0
         """How many different weights were synced so far; the rollout engine samples under this version."""

@@ -16,11 +16,13 @@ from hybridrl.dispatch import to_all
 from hybridrl.errors import SyncError
 from hybridrl.workers.policy import Phase, PolicyWorker
 from hybridrl.workers.rollout.engine import Request
+from hybridrl.workers.weights.changes import as_bits
+from hybridrl.workers.weights.delta_sync import DeltaSync
 from hybridrl.workers.weights.exchange import Traffic, exchange
 from hybridrl.workers.weights.names import checkpoint_weights
 from hybridrl.workers.weights.plan import needed_elements
 from hybridrl.workers.weights.regions import Write
-from hybridrl.workers.weights.sync import fingerprint_ids, largest_gap, training_log_probs
+from hybridrl.workers.weights.sync import WeightSync, fingerprint_ids, largest_gap, training_log_probs
 
 
 def plain_loss(log_probs, columns, entropies):
@@ -48,6 +50,32 @@ class ProbeWorker(PolicyWorker):
             for _, weight in self.training.weights():
                 weight.to_local().mul_(factor)
         self.changed = True
+
+    @to_all
+    def sync_by(self, mode: str) -> None:
+        """Sync with this `policy.sync.mode` from now on, beginning with a full sync."""
+        self.weight_sync = (DeltaSync if mode == "delta" else WeightSync)(
+            self.training, self.rollout, self.cfg.sync, self.dtype, self.peers("rollout"))
+        self.changed = True
+
+    @to_all
+    def nudge(self, share: float, seed: int) -> None:
+        """Change a share of the elements of this rank's shards a little."""
+        generator = torch.Generator().manual_seed(1000 * seed + self.rank)
+        self._enter(Phase.TRAIN)
+        with torch.no_grad():
+            for _, weight in self.training.weights():
+                held = weight.to_local()
+                chosen = torch.rand(held.shape, generator=generator) < share
+                held.mul_(1 + 0.1 * chosen)
+        self.changed = True
+
+    @to_all
+    def different_bits(self) -> list[str]:
+        """Parameters of an engine that can be read which are not, bit by bit, training's cast to its dtype."""
+        held = self.rollout.parameters
+        return [name for name, weight in self.training.weights()
+                if not torch.equal(as_bits(held[name]), as_bits(weight.full_tensor().to(self.dtype)))]
 
     @to_all
     def load_without(self, part: str) -> str:

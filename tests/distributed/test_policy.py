@@ -431,3 +431,69 @@ def test_a_weight_that_training_lacks_is_named_when_the_layout_is_found(policies
     policy.scale_weights(1.0)
     policy.sync_weights()  # the engine is as it was
     assert max(policy.gap()) < GAP
+
+
+@pytest.mark.parametrize("layout, kind, rounds", [
+    ("1", "llama_tied", 3), ("2x1", "llama_tied", 20), ("1", "qwen3_moe", 3), ("2x1", "qwen3_moe", 2),
+    *(("1x2", kind, 2) for kind in ("llama_tied", *FAMILIES))])
+def test_deltas(policies, layout, kind, rounds):
+    """Every slice of both engines is compared by digest, since `verify=full`."""
+    policy = policies(layout, kind)
+    policy.sync_by("delta")
+    try:
+        policy.sync_weights()
+        full = policy.take_metrics()[0]
+        assert full["sync/changed_frac"] == 1
+        for seed in range(rounds):
+            policy.nudge(0.03, seed)
+            assert min(policy.gap()) > 1e-4
+            policy.sync_weights()
+            assert max(policy.gap()) < GAP
+            metrics = policy.take_metrics()[0]
+            assert metrics["sync/changed_frac"] == pytest.approx(0.03, rel=0.1)
+            assert metrics["sync/received_bytes"] <= 0.1 * full["sync/received_bytes"] * (2 if layout == "1x2" else 1)
+            assert metrics["sync/bytes"] == pytest.approx(0.03 * full["sync/bytes"], rel=0.1)
+        policy.scale_weights(1.1)  # everything changes
+        policy.sync_weights()
+        assert max(policy.gap()) < GAP
+        metrics = policy.take_metrics()[0]
+        assert metrics["sync/changed_frac"] > 0.9 and metrics["sync/bytes"] == full["sync/bytes"]
+        policy.nudge(0, 0)  # nothing changes
+        policy.sync_weights()
+        metrics = policy.take_metrics()[0]
+        assert metrics["sync/changed_frac"] == metrics["sync/bytes"] == 0
+        assert max(policy.gap()) < GAP
+    finally:
+        policy.sync_by("full")
+
+
+def test_deltas_after_a_sync_that_failed(policies):
+    policy = policies("1x2")
+    policy.sync_by("delta")
+    policy.sync_weights()
+    assert all("SyncError" in errors[0] and "PhaseError" in errors[1] for errors in policy.break_a_sync("changes"))
+    policy.nudge(0.01, 5)
+    policy.sync_weights()
+    assert policy.take_metrics()[0]["sync/changed_frac"] == 1
+    assert max(policy.gap()) < GAP
+    policy.sync_by("full")
+
+
+def test_deltas_of_training_in_float32_for_an_engine_in_bfloat16(shared_pool, folders):
+    """Written in place; the bits are those of a full sync after each of 20 updates."""
+    cfg = PolicyConfig(model=ModelConfig(path=str(folders["llama_tied"])), sync=SyncConfig(mode="delta", verify="full"),
+                       training=TrainingConfig(learning_rate=1e-5, micro_batch_tokens=64),
+                       rollout=RolloutConfig(engine="transformers", dtype="bfloat16", max_prompt_tokens=32,
+                                             max_response_tokens=8))
+    policy = WorkerGroup(ProbeWorker, shared_pool(2), cfg, role="transformers")
+    batch = with_loss_columns(policy.log_probs(policy.generate(prompts(5))))
+    policy.take_metrics()
+    fractions = []
+    for _ in range(20):
+        policy.update(batch, plain_loss)
+        policy.sync_weights()
+        fractions.append(policy.take_metrics()[0]["sync/changed_frac"])
+        assert policy.different_bits() == [[], []]
+    assert 0 < min(fractions) <= max(fractions) < 0.2
+    policy.generate(prompts(5))
+    policy.close()

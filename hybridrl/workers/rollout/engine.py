@@ -19,14 +19,19 @@ from contextlib import suppress
 from dataclasses import dataclass
 from typing import Any
 
+import numpy as np
 from torch import Tensor
 
 from hybridrl.errors import DeadlineError, PhaseError
 from hybridrl.workers.routing import Mixture
+from hybridrl.workers.weights.changes import as_bits, overwrite
 from hybridrl.workers.weights.regions import Copy, Write
 
 Rename = Callable[[Mapping[str, Tensor]], Mapping[str, Tensor]]
 """Weights of the transformers module to what a saved checkpoint holds."""
+
+Changes = Iterable[tuple[str, np.ndarray, np.ndarray]]
+"""(parameter, flat positions [k] int64, their new bits [k] as unsigned integers of the dtype's size)."""
 
 Inspect = Callable[[str, Tensor], None]
 """Called with an engine parameter's name and its values."""
@@ -269,6 +274,29 @@ class RolloutEngine(ABC):
         self.version = None
         self.write_weights(writes, inspect)
         self.version = version
+
+    @property
+    def parameters(self) -> Mapping[str, Tensor] | None:
+        """Parameters under the names of `layout`, where they can be written in place at any time, asleep or awake.
+
+        None where the engine packs them, or gives them up while it sleeps.
+        """
+        return None
+
+    def patch_weights(self, changes: Changes, version: int, inspect: Inspect | None = None) -> None:
+        """Overwrite some elements of `parameters`; otherwise as `load_weights`."""
+        parameters = self.parameters
+        assert parameters is not None, "the caller asks first whether parameters can be written in place"
+        self.version = None
+        for name, index, bits in changes:
+            overwrite(as_bits(parameters[name]), index, bits)
+        self.forget_cache()
+        for name, parameter in parameters.items() if inspect is not None else []:
+            inspect(name, parameter)
+        self.version = version
+
+    def forget_cache(self) -> None:  # noqa: B027
+        """Have what was computed under other weights, of running requests too, computed anew."""
 
 
 def _drained(waiting: queue.SimpleQueue) -> list[Any]:

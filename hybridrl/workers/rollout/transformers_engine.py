@@ -170,7 +170,14 @@ class TransformersEngine(RolloutEngine):
         if inspect is not None:
             for name, parameter in parameters.items():
                 inspect(name, parameter)
-        # Running rows go on under the new weights: their cached keys and values must be computed anew.
+        self.forget_cache()
+
+    @property
+    def parameters(self) -> Mapping[str, Tensor]:
+        return dict(self.model.named_parameters())
+
+    def forget_cache(self) -> None:
+        """Running rows go on under the new weights: their cached keys and values are computed anew."""
         self._waiting = [row for cohort in self._cohorts for row in cohort.rows] + self._waiting
         self._cohorts = []
 

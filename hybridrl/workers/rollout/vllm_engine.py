@@ -1,6 +1,7 @@
 """vLLM in this process, stepped by our loop."""
 
 import os
+import sys
 import uuid
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import replace
@@ -68,6 +69,7 @@ class VLLMEngine(RolloutEngine):
         shared_memory = None if self.cuda else _name_shared_memory()
         if not self.cuda:
             _count_ranks_eagerly()
+            _hide_llvm()
         options: dict[str, Any] = {"enforce_eager": cfg.enforce_eager or not self.cuda, "load_format": "dummy"}
         if self.cuda:
             options |= {"enable_sleep_mode": not frozen, "gpu_memory_utilization": cfg.gpu_memory_frac}
@@ -293,6 +295,17 @@ def _count_ranks_eagerly() -> None:
 
     compiled = sampler.batched_count_greater_than
     sampler.batched_count_greater_than = getattr(compiled, "_torchdynamo_orig_callable", compiled)
+
+
+def _hide_llvm() -> None:
+    """Let vLLM start in a process that has imported numba.
+
+    While it replaces its kernels, vLLM reads the `__dict__` of every object in every module; that of llvmlite's
+    library is made up on demand, as a function of that name.
+    """
+    llvm = sys.modules.get("llvmlite.binding.ffi")
+    if llvm is not None:
+        llvm.lib._fntab["__dict__"] = {}
 
 
 def _name_shared_memory() -> str:

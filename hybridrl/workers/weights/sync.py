@@ -5,6 +5,7 @@
 
 import math
 import time
+from collections.abc import Iterator
 from functools import partial
 
 import torch
@@ -20,7 +21,7 @@ from hybridrl.workers.weights.digests import Digests
 from hybridrl.workers.weights.exchange import Traffic, exchange, sharding
 from hybridrl.workers.weights.names import checkpoint_weights
 from hybridrl.workers.weights.plan import make_plan
-from hybridrl.workers.weights.regions import Copy
+from hybridrl.workers.weights.regions import Copy, Write
 
 DEFAULT_GAP = {torch.float32: 1e-3, torch.bfloat16: 0.5}
 """Largest accepted log-prob gap by rollout dtype, where none is configured: far above rounding, far below stale."""
@@ -64,17 +65,24 @@ class WeightSync:
             SyncError: weights that never arrived or arrived changed; the engine refuses to sample from then on.
         """
         started, traffic = time.perf_counter(), Traffic()
-        digests = Digests(self.copies, self.dtype) if self.cfg.verify == "full" else None
-        writes = exchange(self.held(), self.plan, self.dtype, self.group, traffic)
-        self.rollout.load_weights(writes, version, digests.inspect if digests else None)
+        digests = self.digests()
+        self.rollout.load_weights(self.writes(traffic), version, digests.inspect if digests else None)
         metrics = {"sync/version": float(version), "sync/bytes": float(traffic.written * self.dtype.itemsize),
                    "sync/received_bytes": float(traffic.received * self.dtype.itemsize),
                    "time/sync_load": time.perf_counter() - started}
         if digests:
             started = time.perf_counter()
-            self._compare(digests, version)
+            self.compare_digests(digests, version)
             metrics["time/sync_verify"] = time.perf_counter() - started
         return metrics
+
+    def writes(self, traffic: Traffic) -> Iterator[list[Write]]:
+        """What this rank's engine is to write, as it becomes available."""
+        return exchange(self.held(), self.plan, self.dtype, self.group, traffic)
+
+    def digests(self) -> Digests | None:
+        """Digests to be filled while weights are written; None unless `verify=full`."""
+        return Digests(self.copies, self.dtype) if self.cfg.verify == "full" else None
 
     def check(self, gap: float, version: int) -> None:
         """Raise SyncError for a gap of the fingerprint above what is accepted; the engine then refuses to sample."""
@@ -84,7 +92,8 @@ class WeightSync:
             self.rollout.version = None
             raise
 
-    def _compare(self, digests: Digests, version: int) -> None:
+    def compare_digests(self, digests: Digests, version: int) -> None:
+        """Raise SyncError when a slice of the engine has another digest than training's; it then refuses to sample."""
         sent = digests.of_training(self.held(), self.weights, self.layouts, self.index, self.group)
         different = digests.different(sent)
         count = torch.tensor(len(different), device=self.training.device)

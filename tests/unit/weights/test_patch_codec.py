@@ -10,7 +10,15 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from hybridrl.errors import DamagedPatchError
-from hybridrl.workers.weights.changes import Change, as_bits, compare, digest, digest_after, to_numpy
+from hybridrl.workers.weights.changes import (
+    Change,
+    _compare_on_device,
+    as_bits,
+    compare,
+    digest,
+    digest_after,
+    to_numpy,
+)
 from hybridrl.workers.weights.patch import Patch, Sparse, State, TensorPatch, is_sparse, state_digest
 from hybridrl.workers.weights.patch_codec import decode, encode, states_of
 from hybridrl.workers.weights.patch_streams import decompressed, gap_bytes, planes_of, positions, steps_from
@@ -75,6 +83,16 @@ def test_every_difference_is_found(dtype, numel):
     assert np.array_equal(change.index, np.flatnonzero(moved))
     assert np.array_equal(change.old, before[moved])
     assert np.array_equal(change.new, after[moved])
+
+
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+def test_the_way_of_gpus_finds_the_same(dtype):
+    before, after = (torch.randn(5000, generator=torch.Generator().manual_seed(i)).to(dtype) for i in range(2))
+    after[::3] = before[::3]
+    found, expected = (find(as_bits(before), as_bits(after)) for find in (_compare_on_device, compare))
+    for part in ("index", "old", "new"):
+        assert np.array_equal(getattr(found, part), getattr(expected, part))
+        assert getattr(found, part).dtype == getattr(expected, part).dtype
 
 
 # ---- digests
