@@ -291,8 +291,9 @@ class RolloutEngine(ABC):
         for name, index, bits in changes:
             overwrite(as_bits(parameters[name]), index, bits)
         self.forget_cache()
-        for name, parameter in parameters.items() if inspect is not None else []:
-            inspect(name, parameter)
+        if inspect is not None:
+            for name, parameter in parameters.items():
+                inspect(name, parameter)
         self.version = version
 
     def forget_cache(self) -> None:  # noqa: B027

@@ -95,8 +95,9 @@ class DeltaSync(WeightSync):
 
     def writes(self, traffic: Traffic) -> Iterator[list[Write]]:
         for some in super().writes(traffic):
-            for write in some if self.mirror is not None else []:
-                write.target.of(self.mirror[write.parameter]).copy_(write.values)
+            if self.mirror is not None:
+                for write in some:
+                    write.target.of(self.mirror[write.parameter]).copy_(write.values)
             yield some
 
     def _run_full(self, version: int) -> dict[str, float]:
