@@ -97,10 +97,10 @@ class VLLMEngine(RolloutEngine):
             _forget_groups()
             if "greater than the derived max_model_len" in str(error):
                 longest = cfg.max_prompt_tokens + cfg.max_response_tokens
-                raise ConfigError(f"policy.rollout.max_prompt_tokens + max_response_tokens must be at most the context "
+                raise ConfigError(f"rollout.max_prompt_tokens + max_response_tokens must be at most the context "
                                   f"of the model, got {longest}: {_one_line(error).partition('. ')[0]}.") from error
             raise ModelError(f"vLLM can't run {model_path}: {_one_line(error)} "
-                             "policy.rollout.engine=transformers runs models that vLLM lacks.") from error
+                             "rollout.engine=transformers runs models that vLLM lacks.") from error
         if shared_memory:
             _unlink_shared_memory(shared_memory)
         self.engine = self.llm.llm_engine
