@@ -25,6 +25,7 @@ setup(
     package_data={
         "recipes": [f"**/*.{kind}" for kind in ("yaml", "json", "jsonl", "parquet", "jinja", "safetensors", "md")],
     },
+    entry_points={"console_scripts": ["hybridrl = hybridrl.__main__:main"]},
     install_requires=[
         "datasets>=5.0",
         "filelock>=3.12",

@@ -32,6 +32,7 @@ from hybridrl.controller.checkpoints import Checkpoints
 from hybridrl.controller.logs import log_to_file
 from hybridrl.controller.progress import ProgressBar
 from hybridrl.controller.run_folder import LineFile, changed_options, lock, open_folder, write_options
+from hybridrl.controller.samples import sample_of
 from hybridrl.controller.trackers import TRACKERS, Tracker, check_trackers
 from hybridrl.metrics import to_line
 
@@ -148,19 +149,10 @@ class Run:
         self.progress.update(step, row)
 
     def samples(self, step: int, batch: TensorDict) -> None:
-        """Write `trainer.save_samples` rows, evenly spread over the batch, to `samples.jsonl`."""
+        """Write `trainer.save_samples` rows, evenly spread over the batch, to `samples.jsonl` (see `sample_of`)."""
         total, wanted = num_rows(batch), self.cfg.trainer.save_samples
         for row in sorted({i * total // wanted for i in range(wanted)}) if total else []:
-            sample: dict[str, Any] = {"step": step}
-            for name in ("prompt", "response", "answer", "reward_error", "finish_reason", "agent", "turns"):
-                if name in batch.keys():
-                    sample[name] = batch[name][row]
-            if "rewards" in batch.keys():
-                reward = float(batch["rewards"][row])
-                sample["reward"] = reward if reward == reward else None
-            if "weight_versions" in batch.keys():
-                sample["weight_versions"] = sorted(set(batch["weight_versions"][row].tolist()))
-            self._samples.write(json.dumps(sample, default=str, ensure_ascii=False))
+            self._samples.write(json.dumps(sample_of(step, batch, row), default=str, ensure_ascii=False))
 
     def checkpoint(self, step: int, **things: Any) -> None:
         """Save `things` when the step is due: every `trainer.checkpoint_every`, the last, or one cut by Ctrl-C.
