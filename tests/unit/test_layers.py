@@ -12,6 +12,7 @@ ROOT = Path(__file__).resolve().parents[2]
 # The longest matching prefix counts. A module imports its own layer and those below it.
 LAYERS = {
     "recipes": 6,
+    "hybridrl.__main__": 5,
     "hybridrl.command_line": 5,
     "hybridrl.config_loading": 5,
     "hybridrl.controller": 4,

@@ -101,6 +101,11 @@ def test_wheel_carries_the_licence_and_the_readme(wheel, metadata):
     assert metadata.get_payload().strip() == (ROOT / "README.md").read_text(encoding="utf-8").strip()
 
 
+def test_wheel_has_the_command(wheel):
+    (entries,) = (name for name in wheel.namelist() if name.endswith("entry_points.txt"))
+    assert wheel.read(entries).decode().split("\n")[:2] == ["[console_scripts]", "hybridrl = hybridrl.__main__:main"]
+
+
 def test_extras(metadata):
     assert set(metadata.get_all("Provides-Extra")) == {
         "cpu", "cuda", "tasks", "examples", "adamw-8bit", "wandb", "mlflow", "dev"}
