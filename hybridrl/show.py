@@ -153,11 +153,10 @@ def marked(tokens: Sequence[Token], texts: Sequence[str], gap: float, start: int
 def texts_of(run: Path, ids: Sequence[int]) -> tuple[list[str], str]:
     """The text of each token, special ones included, and what is wrong with that: "" or why they are shown as numbers.
 
-    A character of several tokens is in the text of its last one. The tokenizer is that of `model/` in the folder, or of
-    the model that the run started from.
+    A character of several tokens is in the text of its last one; bytes of none are as the vocabulary spells them. The
+    tokenizer is that of `model/` in the folder, or of the model that the run started from.
     """
     from tokenizers import Tokenizer
-    from tokenizers.decoders import DecodeStream
 
     numbers = [f"{number} " for number in ids]
     try:
@@ -168,8 +167,30 @@ def texts_of(run: Path, ids: Sequence[int]) -> tuple[list[str], str]:
         tokenizer = Tokenizer.from_file(str(folder / "tokenizer.json"))
     except Exception as error:  # tokenizers raises nothing more special
         return numbers, f". Tokens are shown as ids, without a tokenizer: {error}"
-    stream = DecodeStream(skip_special_tokens=False)
-    return [stream.step(tokenizer, number) or "" for number in ids], ""
+    return _decoded(tokenizer, ids), ""
+
+
+def _decoded(tokenizer: Any, ids: Sequence[int]) -> list[str]:
+    from tokenizers.decoders import DecodeStream
+
+    stream, texts = DecodeStream(skip_special_tokens=False), list[str]()
+    complete = 0  # later tokens wait for the end of their character
+    for number in ids:
+        try:
+            text = stream.step(tokenizer, number)
+        except Exception:  # tokenizers says so when bytes before it make no character
+            texts[complete:] = _spelled(tokenizer, ids[complete:len(texts)])
+            stream = DecodeStream(skip_special_tokens=False)
+            text = stream.step(tokenizer, number)
+        texts.append(text or "")
+        if text:
+            complete = len(texts)
+    return texts[:complete] + _spelled(tokenizer, ids[complete:])
+
+
+def _spelled(tokenizer: Any, ids: Sequence[int]) -> list[str]:
+    """Tokens as the vocabulary has them."""
+    return [tokenizer.id_to_token(number) or f"{number} " for number in ids]
 
 
 def printable(text: str) -> str:

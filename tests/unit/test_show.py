@@ -17,7 +17,7 @@ from hybridrl.batch import make_batch, put
 from hybridrl.controller.samples import sample_of
 from hybridrl.errors import DataError
 from hybridrl.samples import Token, Turn, read_samples
-from hybridrl.show import marked, show
+from hybridrl.show import marked, show, texts_of
 
 OLD = {"step": 1, "prompt": "1+1=", "response": "3", "answer": "2", "reward_error": None, "finish_reason": "stop",
        "reward": 0.0, "weight_versions": [1]}
@@ -182,6 +182,13 @@ def test_a_character_of_several_tokens_is_shown_once(tmp_path):
     line = {**OLD, "tokens": {"ids": [0, 5, 6, 4], "mask": [[True, 4]]}}
     text = printed(write(tmp_path / "run", line), row=0, tokens=True)
     assert "\n4é6\n" in text and "no log-prob gaps" in text
+
+
+def test_bytes_that_make_no_character_are_spelled(tmp_path):
+    run = write(tmp_path / "run", OLD)
+    texts, problem = texts_of(run, [4, 5, 6, 5, 5, 4, 2, 5])
+    assert not problem and texts[:3] == ["6", "", "é"] and texts[5:] == ["6", "higher", "<0xC3>"]
+    assert all(text == "<0xC3>" or "\ufffd" in text for text in texts[3:5])
 
 
 def test_without_a_tokenizer_ids_are_shown(tmp_path):

@@ -2,18 +2,24 @@
 
 import asyncio
 import collections
+import io
+import json
 import random
 import threading
 import time
 
 import pytest
 import torch
+from rich.console import Console
 
-from hybridrl.batch import FINISH_REASONS, lengths, make_batch, num_rows, padded, rows_of
+from hybridrl.batch import FINISH_REASONS, lengths, make_batch, num_rows, padded, put, rows_of
 from hybridrl.config import EnvironmentConfig, RolloutConfig
+from hybridrl.controller.samples import sample_of
 from hybridrl.environments import AsyncEnvironment
 from hybridrl.environments.record import FAILURES
 from hybridrl.errors import DeadlineError, EpisodeError
+from hybridrl.samples import read_samples
+from hybridrl.show import show, texts_of
 from hybridrl.workers.rollout.admission import Admission
 from hybridrl.workers.rollout.episode_rows import episode_batch, tasks_of
 from hybridrl.workers.rollout.episodes import EpisodeRunner
@@ -336,3 +342,28 @@ def test_a_thousand_episodes_with_faults_are_all_accounted_for(runner):
     assert pids
     one.close()
     assert not [pid for pid in pids if alive(pid)]
+
+
+# ---- on the terminal
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_saved_episodes_are_shown_token_by_token(runner, kind, tmp_path):
+    """Played, saved and shown: the texts are those of the ids, and marks are where the turns are."""
+    tokenizer = chat_tokenizer(kind)
+    batch = play(runner(scripted(tokenizer), tokenizer, f"{GAMES}:Chatter", options={"agents": 2}), 4)
+    put(batch, "old_log_probs", [row + 0.5 for row in rows_of(batch["rollout_log_probs"])])
+    tokenizer.save_pretrained(tmp_path / "model")
+    lines = [json.dumps(sample_of(1, batch, row)) for row in range(num_rows(batch))]
+    (tmp_path / "samples.jsonl").write_text("\n".join(lines))
+    for sample, ids, turns in zip(read_samples(tmp_path), rows_of(batch["response_ids"]), batch["turns"], strict=True):
+        texts, problem = texts_of(tmp_path, ids.tolist())
+        whole = tokenizer.decode(ids.tolist(), skip_special_tokens=False, clean_up_tokenization_spaces=False)
+        assert not problem and ("".join(texts) == whole or "\ufffd" in whole)  # where bytes make no character
+        tokens = sample.tokens
+        assert [token.gap for token in tokens] == pytest.approx([0.5 * (token.version == 7) for token in tokens])
+        assert [t for t, token in enumerate(tokens) if token.trained] == [
+            t for turn in turns for t in range(turn["start"], turn["stop"])]
+        out = io.StringIO()
+        show(tmp_path, row=sample.row, tokens=True, console=Console(file=out))
+        assert out.getvalue().count("|+0.50]") == sum(turn["stop"] - turn["start"] for turn in turns)
