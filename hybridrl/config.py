@@ -495,7 +495,7 @@ class RewardConfig:
 @dataclass(kw_only=True, slots=True)
 class EnvironmentConfig:
     name: str = ""
-    """`guess`, `verifier`, or a class's import path, `package.module:Class`; empty for single-turn rollouts."""
+    """`guess`, `tools`, `verifier`, or a class's import path, `package.module:Class`; empty plays no episodes."""
     options: dict[str, Any] = field(default_factory=dict)
     """Keyword arguments of the environment's constructor."""
     chat_template: bool = True

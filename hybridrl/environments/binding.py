@@ -12,6 +12,7 @@ from hybridrl.errors import ConfigError, unknown
 
 ENVIRONMENTS: dict[str, str] = {
     "guess": "hybridrl.environments.guess:GuessNumber",
+    "tools": "hybridrl.environments.tools:ToolEnvironment",
     "verifier": "hybridrl.environments.verifier:Verifier",
 }
 """Environments by name: where each is. Any other goes by its own import path, `package.module:Class`."""
