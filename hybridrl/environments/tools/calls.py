@@ -1,6 +1,7 @@
 """Tool calls in a response, in the formats that models are trained on.
 
     hermes    <tool_call>{"name": "f", "arguments": {"x": 1}}</tool_call>       Hermes, Qwen2.5, Qwen3
+    qwen_xml  <tool_call><function=f><parameter=x>1</parameter></function></tool_call>      Qwen3-Coder, Qwen3.5
     llama3    {"name": "f", "parameters": {"x": 1}}; {...}                      Llama 3.1 to 3.3, the whole response
     deepseek  <｜tool▁call▁begin｜>f<｜tool▁sep｜>{"x": 1}<｜tool▁call▁end｜>       DeepSeek V3.1; V3 and R1 with
               <｜tool▁call▁begin｜>function<｜tool▁sep｜>f and a json fence
@@ -83,6 +84,23 @@ def _deepseek(text: str, schemas: Schemas) -> list[Call | BadCall]:
     return calls
 
 
+def _qwen_xml(text: str, schemas: Schemas) -> list[Call | BadCall]:
+    calls: list[Call | BadCall] = []
+    for found in re.finditer(r"<tool_call>(.*?)(</tool_call>|(?=<tool_call>)|\Z)", text, re.DOTALL):
+        function = re.search(r"<function=([^>]*)>(.*?)</function>", found[1], re.DOTALL)
+        if function is None:
+            calls.append(BadCall("it needs <function=name>...</function>"))
+            continue
+        name, body = function[1].strip(), function[2]
+        pairs = re.findall(r"<parameter=([^>]*)>(.*?)</parameter>", body, re.DOTALL)
+        if len(pairs) != body.count("<parameter="):
+            calls.append(BadCall("each <parameter=name> needs its </parameter>"))
+        else:
+            # The template writes values on lines of their own.
+            calls.append(_from_texts(name, [(key, re.sub(r"^\n|\n$", "", value)) for key, value in pairs], schemas))
+    return calls
+
+
 def _glm(text: str, schemas: Schemas) -> list[Call | BadCall]:
     calls: list[Call | BadCall] = []
     for found in re.finditer(r"<tool_call>(.*?)(</tool_call>|(?=<tool_call>)|\Z)", text, re.DOTALL):
@@ -93,15 +111,18 @@ def _glm(text: str, schemas: Schemas) -> list[Call | BadCall]:
         elif len(pairs) != found[1].count("<arg_key>") or len(pairs) != found[1].count("<arg_value>"):
             calls.append(BadCall("each <arg_key>name</arg_key> needs one <arg_value>value</arg_value>"))
         else:
-            properties = schemas.get(name, {}).get("properties", {})
-            calls.append(Call(name, {key.strip(): _typed(value, properties.get(key.strip(), {}))
-                                     for key, value in pairs}))
+            calls.append(_from_texts(name, pairs, schemas))
     return calls
 
 
 FORMATS: dict[str, Callable[[str, Schemas], list[Call | BadCall]]] = {
-    "hermes": _hermes, "llama3": _llama3, "deepseek": _deepseek, "glm": _glm}
+    "hermes": _hermes, "qwen_xml": _qwen_xml, "llama3": _llama3, "deepseek": _deepseek, "glm": _glm}
 """Formats by name."""
+
+
+def _from_texts(name: str, pairs: list[tuple[str, str]], schemas: Schemas) -> Call:
+    properties = schemas.get(name, {}).get("properties", {})
+    return Call(name, {key.strip(): _typed(value, properties.get(key.strip(), {})) for key, value in pairs})
 
 
 def _typed(text: str, schema: Mapping[str, Any]) -> Any:

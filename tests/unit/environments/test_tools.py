@@ -126,6 +126,10 @@ F1 = Call("f", {"x": 1})
     ("deepseek", DEEPSEEK.format('function<｜tool▁sep｜>f\n```json\n{"x": 1}\n```'), [F1]),
     ("glm", "<tool_call>f\n<arg_key>x</arg_key>\n<arg_value>1</arg_value>\n</tool_call>", [F1]),
     ("glm", "<tool_call>f<arg_key>s</arg_key><arg_value>1</arg_value></tool_call>", [Call("f", {"s": "1"})]),
+    ("qwen_xml", "<tool_call>\n<function=f>\n<parameter=x>\n1\n</parameter>\n<parameter=s>\n\n a\n</parameter>\n"
+     "</function>\n</tool_call><|im_end|>", [Call("f", {"x": 1, "s": "\n a"})]),
+    ("qwen_xml", "<tool_call><function=g></function></tool_call> <tool_call><function=f><parameter=x>1</parameter>"
+     "</function>", [Call("g", {}), F1]),
     ("glm", "<tool_call>g</tool_call><tool_call>f<arg_key>x</arg_key><arg_value>a b</arg_value></tool_call>",
      [Call("g", {}), Call("f", {"x": "a b"})]),
 ])
@@ -145,6 +149,9 @@ def test_calls_are_read(kind, text, expected):
     ("llama3", '{"name": 3}', 'object with "name" and "parameters"'),
     ("deepseek", DEEPSEEK.format('f{"x": 1}'), "<｜tool▁sep｜>"),
     ("deepseek", DEEPSEEK.format("f<｜tool▁sep｜>x = 1"), "no valid JSON"),
+    ("qwen_xml", "<tool_call><function=f><parameter=x>1", "it needs <function=name>"),
+    ("qwen_xml", "<tool_call><function=f><parameter=x>1</function></tool_call>", "needs its </parameter>"),
+    ("qwen_xml", '<tool_call>{"name": "f"}</tool_call>', "it needs <function=name>"),
     ("glm", "<tool_call>f<arg_key>x</arg_key>", "</tool_call> is missing"),
     ("glm", "<tool_call>f<arg_key>x</arg_key></tool_call>", "needs one <arg_value>"),
 ])
