@@ -1,6 +1,5 @@
 """What a weight patch is: from one state of all weights to the next, tensor by tensor."""
 
-import json
 import math
 from collections.abc import Mapping
 from dataclasses import dataclass, field
@@ -66,5 +65,6 @@ def is_sparse(change: Change, numel: int) -> bool:
 
 def state_digest(tensors: Mapping[str, TensorPatch]) -> str:
     """One digest of all tensors' names, dtypes, shapes and digests, whatever their order."""
-    rows = [[name, str(t.dtype), t.shape, t.digest] for name, t in sorted(tensors.items(), key=lambda item: item[0])]
-    return xxhash.xxh3_128_hexdigest(json.dumps(rows).encode())
+    rows = [f"{name!r} {tensor.dtype} {tensor.shape} {tensor.digest}" for name, tensor in sorted(
+        tensors.items(), key=lambda item: item[0])]
+    return xxhash.xxh3_128_hexdigest("\n".join(rows).encode())

@@ -23,7 +23,7 @@ import torch
 import xxhash
 
 from hybridrl.errors import DamagedPatchError
-from hybridrl.workers.weights.changes import UNSIGNED
+from hybridrl.workers.weights.changes import UNSIGNED, Digest
 from hybridrl.workers.weights.patch import Patch, Sparse, State, TensorPatch, state_digest
 from hybridrl.workers.weights.patch_streams import (
     compressed,
@@ -40,37 +40,32 @@ FIXED, CHECKSUM = 16, 16
 
 
 class _Row(NamedTuple):
-    """A tensor's row in the header, in the types of the JSON."""
+    """A tensor's row in the header, checked."""
 
     name: str
-    dtype: str
-    shape: list[int]
-    digest: list[int]
+    dtype: torch.dtype
+    shape: tuple[int, ...]
+    digest: Digest
     entries: int
     gap_bytes: int
+    numel: int
+    itemsize: int
 
-    @property
-    def numel(self) -> int:
-        return math.prod(self.shape)
 
-    @property
-    def torch_dtype(self) -> torch.dtype:
-        return getattr(torch, self.dtype)
-
-    @property
-    def itemsize(self) -> int:
-        return self.torch_dtype.itemsize
-
-    def is_valid(self) -> bool:
-        counts = [*self.shape, self.entries + 1, self.gap_bytes, *self.digest]
-        return (all(type(n) is int and n >= 0 for n in counts) and len(self.digest) == 2
-                and isinstance(self.torch_dtype, torch.dtype) and self.itemsize in UNSIGNED
-                and self.entries <= self.numel and self.gap_bytes <= max(self.entries, 0) + self.numel // 255)
+def _row(name: str, dtype: str, shape: list[int], digest: list[int], entries: int, num_bytes: int) -> _Row:
+    """Raises ValueError for what no tensor has."""
+    low, high = digest
+    kind, numel = getattr(torch, dtype), math.prod(shape)
+    itemsize = kind.itemsize if isinstance(kind, torch.dtype) else 0
+    if (itemsize not in UNSIGNED or not all(type(n) is int and n >= 0 for n in (*shape, low, high, num_bytes))
+            or type(entries) is not int or not -1 <= entries <= numel or num_bytes > max(entries, 0) + numel // 255):
+        raise ValueError(f"the row of {name}")
+    return _Row(name, kind, tuple(shape), (low, high), entries, num_bytes, numel, itemsize)
 
 
 def encode(patch: Patch) -> bytes:
     """The bytes of a patch."""
-    rows: list[_Row] = []
+    rows: list[list[Any]] = []
     gaps: list[np.ndarray] = []
     dense: list[memoryview] = []
     steps: dict[int, list[np.ndarray]] = {}
@@ -82,8 +77,7 @@ def encode(patch: Patch) -> bytes:
             entries, num_bytes = len(contents.index), len(gaps[-1])
         else:
             dense.append(contents.view(np.uint8).data)
-        rows.append(_Row(name, str(tensor.dtype).removeprefix("torch."), list(tensor.shape), list(tensor.digest),
-                         entries, num_bytes))
+        rows.append([name, str(tensor.dtype).removeprefix("torch."), tensor.shape, tensor.digest, entries, num_bytes])
     planes = {size: planes_of(np.concatenate(steps[size])) for size in sorted(steps)}
     streams = [np.concatenate([*gaps, np.empty(0, np.uint8)]), *itertools.chain.from_iterable(planes.values())]
     frames = [compressed(stream) for stream in streams]
@@ -108,16 +102,13 @@ def decode(data: bytes | memoryview) -> Patch:
     header, body = _header(memoryview(data).cast("B"))
     try:
         base, result = _states(header)
-        rows = [_Row(*row) for row in header["tensors"]]
+        rows = [_row(*row) for row in header["tensors"]]
         planes = {int(size): int(count) for size, count in header["planes"]}
         sizes = [(int(plain), int(packed)) for plain, packed in header["streams"]]
-        bad = [row.name for row in rows if not row.is_valid()]
     except (LookupError, TypeError, ValueError, AttributeError) as error:
         raise DamagedPatchError(f"weight patch refused: its header is malformed: {error!r}.") from error
-    if bad:
-        raise DamagedPatchError(f"weight patch refused: its header is malformed: the row of {bad[0]}.")
     contents = _contents(rows, planes, sizes, body)
-    tensors = {row.name: TensorPatch(row.torch_dtype, tuple(row.shape), (row.digest[0], row.digest[1]), found)
+    tensors = {row.name: TensorPatch(row.dtype, row.shape, row.digest, found)
                for row, found in zip(rows, contents, strict=True)}
     if len(tensors) < len(rows):
         raise DamagedPatchError("weight patch refused: a tensor comes twice.")
