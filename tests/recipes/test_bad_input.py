@@ -62,6 +62,7 @@ def test_a_misspelt_option_is_refused_before_anything_heavy(start, grpo, tmp_pat
     (["seed=-1"], "seed must be from 0 to 4294967295, got -1."),
     (["seed=4294967296"], "seed must be from 0 to 4294967295, got 4294967296."),
     (["reward.functions=[{name:exact,weight:nan}]"], "reward.functions[0].weight must be finite, got nan."),
+    (["policy.training.micro_batch_tokens=43"], "policy.training.micro_batch_tokens must be at least 44, the tokens "),
     (["policy.rollout.temperature=0"], "policy.rollout.temperature must be positive to train, got 0.0."),
     (["reward.functions=[{name:'tests.recipes.reward_functions:digitz'}]"], "digitz"),
     (["reward.functions=[{name:exat}]"], "Did you mean exact"),

@@ -1,8 +1,9 @@
 """The largest micro-batch that can occur, before the first rollout: does it fit, and what is left?
 
 Memory of a micro-batch is a constant (gradients, a chunk of logits) plus a share per token. So it is measured on small
-ones of growing size, and the next is tried only where the line through the last two says that it fits: a device that is
-too small makes an error here, not a dead process. Weights, optimizer state and random generators stay as they are.
+ones of growing size, and a larger one is tried only where the line through the last two says that it fits: a device
+that is too small makes an error here, not a dead process. Weights, optimizer state and random generators stay as they
+are.
 """
 
 import socket
@@ -20,6 +21,10 @@ from hybridrl.workers.training.engine import TrainingEngine
 
 FIRST_TOKENS = 256
 """Tokens of the first micro-batch tried."""
+STEADY_TOKENS = 2048
+"""From here on, and from 4 chunks of logits on, the line is trusted however far it goes."""
+MARGIN = 0.95
+"""Share of what the line says that is called fitting."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -54,10 +59,13 @@ def dry_run(engine: TrainingEngine, rows: int, prompt_tokens: int, response_toke
         if tokens == largest and found[-1].bytes <= free:
             return (f"dry run: a micro-batch of {tokens} tokens takes {gib(found[-1].bytes)} on a rank, {gib(to_come)} "
                     f"of it optimizer state still to come; {gib(free - found[-1].bytes)} of {gib(free)} are left")
-        following = min(_fitting(found, free), 2 * tokens, largest)
-        if following <= tokens * 1.02 or found[-1].bytes > free:
-            raise ConfigError(_too_large(engine, found, free, largest, longest))
-        tokens = following
+        fits = _fitting(found, free)
+        steady = len(found) > 1 and tokens >= max(STEADY_TOKENS, 4 * engine.cfg.logits_chunk_tokens)
+        if found[-1].bytes > free or fits <= tokens * 1.02 or (steady and fits < largest):
+            known = max((m.tokens for m in found if m.bytes <= free), default=0)
+            raise ConfigError(_too_large(engine, max(known, int(MARGIN * fits)) if steady else known, free, largest,
+                                         longest))
+        tokens = largest if steady else min(fits, 2 * tokens, largest)
 
 
 def _used(engine: TrainingEngine, batch: TensorDict, base: int, temperature: float, entropies: bool) -> float:
@@ -96,8 +104,7 @@ def _fitting(found: list[Measured], free: float) -> int:
     return int(min(last.tokens + (free - last.bytes) / slope, 2**62)) if last.bytes < torch.inf else before.tokens
 
 
-def _too_large(engine: TrainingEngine, found: list[Measured], free: float, largest: int, longest: int) -> str:
-    fits = max((m.tokens for m in found if m.bytes <= free), default=0)
+def _too_large(engine: TrainingEngine, fits: int, free: float, largest: int, longest: int) -> str:
     key, shared = "training.micro_batch_tokens", engine.cfg.context_parallel
     have = f"{gib(free)} are free on a rank, and {fits} tokens are what fits"
     if fits < longest:

@@ -82,6 +82,14 @@ def test_a_budget_that_does_not_fit_names_the_largest_that_does(folder, monkeypa
                           r"tokens is possible, 0.03 GiB are free on a rank", str(error.value))[1])
     assert 0.97 * 3000 <= limit <= 3000 and max(tried) <= 3000 and tried[0] == 256
     assert "a micro-batch of 2900 tokens" in dry_run(engine(folder(), micro_batch_tokens=2900), 1000, 100, 200)
+    tried.clear()
+    monkeypatch.setattr(module, "free_bytes", lambda device: to_come + 5 * MIB + 10240 * 100_000)
+    with pytest.raises(ConfigError, match="must be at most 95000 here, got 1000000: a micro-batch of 299000 tokens"):
+        dry_run(engine(folder(), micro_batch_tokens=10**6), rows=1000, prompt_tokens=100, response_tokens=200)
+    assert max(tried) == 4096, "far from what fits, the line is enough"
+    assert "of 90000 tokens" in dry_run(engine(folder(), micro_batch_tokens=90_000), 1000, 100, 200)
+    assert tried[-2:] == [4096, 90_000]
+    monkeypatch.setattr(module, "free_bytes", lambda device: to_come + 5 * MIB + 10240 * 3000)
     with pytest.raises(ConfigError, match="can't be made to fit: a single sequence may have 6000 tokens"):
         dry_run(ours, rows=1000, prompt_tokens=2000, response_tokens=4000)
 
@@ -94,3 +102,11 @@ def test_a_device_that_is_full_at_once(folder, monkeypatch):
     monkeypatch.setattr(ours, "log_probs", out_of_memory)
     with pytest.raises(ConfigError, match="and 0 tokens are what fits"):
         dry_run(ours, rows=16, prompt_tokens=100, response_tokens=200)
+
+
+def test_a_budget_far_beyond_this_machine(folder):
+    """Measured, not made up: the error comes after a few small micro-batches."""
+    with pytest.raises(ConfigError, match="a micro-batch of 1000000000000 tokens is possible") as error:
+        dry_run(engine(folder(), micro_batch_tokens=10**12), rows=10**12, prompt_tokens=100, response_tokens=200)
+    limit = int(re.search(r"must be at most (\d+) here", str(error.value))[1])
+    assert 10**4 < limit < 10**9
