@@ -36,6 +36,16 @@ def test_a_peak_is_there_after_an_exception():
     assert peak.bytes >= peak.before_bytes - MIB > 0
 
 
+def test_freed_memory_goes_back():
+    """Small blocks, every other one freed: the C library keeps their pages until it is told."""
+    blocks = [torch.ones(25_000) for _ in range(2000)]  # 100 kB each, below what gets a mapping of its own
+    last = blocks[-1]
+    del blocks
+    kept = memory.held_bytes(CPU)
+    memory.give_back(CPU)
+    assert kept - memory.held_bytes(CPU) > 100 * MIB and last.sum() == 25_000
+
+
 def test_free_memory_is_limited_by_the_control_group(monkeypatch, tmp_path):
     available = memory.free_bytes(CPU)
     assert 0 < available

@@ -18,6 +18,7 @@ from hybridrl.algorithms.diagnostics import batch_mismatch
 from hybridrl.algorithms.partials import Balance, Mean, Partial, finalize, merge
 from hybridrl.batch import fed_lengths, from_lengths, lengths
 from hybridrl.errors import BatchError, TrainingError
+from hybridrl.workers.memory import give_back
 from hybridrl.workers.routing import Routing
 from hybridrl.workers.training.lora import adapters_off
 from hybridrl.workers.training.packing import MicroBatch, columns, cut, micro_batches, of_fed_tokens
@@ -30,6 +31,10 @@ The loss is a sum over the micro-batch with coefficients that already count the 
 engine adds partial losses up. Log-probs and entropies are 0 in the padding. With a ValueModel, values stand in the
 place of log-probs, and there are no entropies. A loss that names `candidates` finds their log-probs among the columns.
 """
+
+
+GIVE_BACK_STEPS = 20
+"""Optimizer steps after which freed memory goes back to the system."""
 
 
 class TrainingEngine(ShardedModel):
@@ -146,6 +151,8 @@ class TrainingEngine(ShardedModel):
         optimizer = self._trained()
         totals = self.backward(batch, loss_fn, temperature, entropies, candidates)
         norm, lr, skipped = optimizer.step()
+        if optimizer.steps % GIVE_BACK_STEPS == 0:
+            give_back(self.device)
         return totals | {"grad_norm": Mean(norm, 1), "lr": Mean(lr, 1), "skipped": Mean(float(skipped), 1)}
 
     def backward(self, batch: TensorDict, loss_fn: LossFunction, temperature: float = 1.0, entropies: bool = False,
