@@ -157,6 +157,12 @@ class _LoopSession(Session):
         await self.dismiss()
 
 
+def _close_unused(forked: asyncio.Future) -> None:
+    """Close a connection that nobody waits for any more; the process at its other end then ends itself."""
+    if not forked.cancelled() and forked.exception() is None:
+        forked.result()[0].close()
+
+
 class _Server:
     """The process that forks environments; started on first use, and again when it dies."""
 
@@ -169,29 +175,43 @@ class _Server:
     async def fork(self, timeout_s: float) -> "_ProcessSession":
         """A session in a new process."""
         for attempt in (1, 2):
-            ours, theirs = socket.socketpair()
+            # Finished even when the asker is cancelled: an answer left over would be taken for the next one's.
+            forked = asyncio.ensure_future(self._forked())
             try:
-                async with self._lock:
-                    await self._started()
-                    socket.send_fds(self._control, [b"fork"], [theirs.fileno()])
-                    pid = int(await self._reply())
-            except (OSError, ValueError) as error:  # it died, and is started anew
-                ours.close()
-                self._stop()
+                ours, pid, process = await asyncio.shield(forked)
+            except asyncio.CancelledError:
+                forked.add_done_callback(_close_unused)
+                raise
+            except (OSError, ValueError) as error:
                 if attempt == 2:
                     raise EpisodeError(f"environment processes can't be started: {error!r}.") from error
-            except BaseException:
-                ours.close()
-                raise
             else:
                 reader, writer = await asyncio.open_unix_connection(sock=ours, limit=1 << 16)
-                return _ProcessSession(self, self._process, pid, reader, writer, timeout_s)
-            finally:
-                theirs.close()
+                return _ProcessSession(self, process, pid, reader, writer, timeout_s)
         raise AssertionError("not reached")
+
+    async def _forked(self) -> tuple[socket.socket, int, Any]:
+        ours, theirs = socket.socketpair()
+        try:
+            async with self._lock:
+                await self._started()
+                try:
+                    socket.send_fds(self._control, [b"fork"], [theirs.fileno()])
+                    return ours, int(await self._reply()), self._process
+                except (OSError, ValueError):  # it died, and is started anew by the next fork
+                    self._stop()
+                    raise
+        except BaseException:
+            ours.close()
+            raise
+        finally:
+            theirs.close()
 
     async def end(self, pid: int, server: Any) -> str:
         """Kill a child with all it started; how it had ended."""
+        return await asyncio.shield(self._ended(pid, server))
+
+    async def _ended(self, pid: int, server: Any) -> str:
         async with self._lock:
             if server is not self._process:  # its parent died: nobody else knows the process
                 child_process.kill_group(pid)

@@ -7,6 +7,7 @@ import time
 import pytest
 
 from hybridrl.environments import Action, Task
+from hybridrl.environments import pool as pool_module
 from hybridrl.environments.pool import EnvironmentPool
 from hybridrl.environments.record import EnvironmentFailure
 from hybridrl.errors import ConfigError, EpisodeError
@@ -164,3 +165,21 @@ def test_a_server_that_can_not_start_says_why(monkeypatch):
 
     with pytest.raises(EpisodeError, match=r"'no.such:Thing' can't start: .*can't import"):
         run(work)
+
+
+def test_a_fork_that_is_cancelled_leaves_no_answer_for_the_next_one():
+    async def cancel_in_mid_fork():
+        server = pool_module._Server("guess", {})
+        try:
+            first = await server.fork(5.0)
+            cancelled = asyncio.ensure_future(server.fork(5.0))
+            while not server._lock.locked():
+                await asyncio.sleep(0)
+            cancelled.cancel()
+            second = await server.fork(5.0)
+            assert second._pid > 0 and second._pid != first._pid
+            return [await server.end(session._pid, session._parent) for session in (second, first)]
+        finally:
+            server._stop()
+
+    assert asyncio.run(cancel_in_mid_fork()) == ["signal SIGKILL"] * 2
