@@ -2,13 +2,17 @@
 
 import re
 from collections.abc import Iterator
+from copy import deepcopy
+from functools import partial
 from math import prod
+from types import SimpleNamespace
 from typing import Any
 from unittest import mock
 
 import torch
 from tensordict import TensorDict
 from torch import Tensor
+from transformers import AutoConfig, AutoModelForCausalLM
 
 from hybridrl.algorithms.aggregation import aggregate
 from hybridrl.batch import rows_of
@@ -16,6 +20,7 @@ from hybridrl.dispatch import to_all
 from hybridrl.errors import SyncError
 from hybridrl.workers.policy import Phase, PolicyWorker
 from hybridrl.workers.rollout.engine import Request
+from hybridrl.workers.rollout.vllm_weights import record_loading
 from hybridrl.workers.weights.changes import as_bits
 from hybridrl.workers.weights.delta_sync import DeltaSync
 from hybridrl.workers.weights.exchange import Traffic, exchange
@@ -172,6 +177,35 @@ class ProbeWorker(PolicyWorker):
             compared += 1
             wrong += [] if torch.equal(held, mine) else [name]
         return compared, wrong
+
+    @to_all
+    def layouts_at(self, folder: str, tensor_parallel: int) -> Any:
+        """What vLLM's loaders of another model copy on each of `tensor_parallel` ranks, in this process.
+
+        The model is built on the meta device, once as each rank. Returns (weights as (name, shape), layouts).
+        """
+        from vllm.config import set_current_vllm_config
+        from vllm.distributed import parallel_state
+        from vllm.engine.arg_utils import EngineArgs
+        from vllm.model_executor.model_loader.utils import initialize_model
+
+        with torch.device("meta"):
+            training = AutoModelForCausalLM.from_config(AutoConfig.from_pretrained(folder))
+        metas = {name: torch.empty(weight.shape, device="meta") for name, weight in training.state_dict().items()
+                 if name != "lm_head.weight" or not training.config.tie_word_embeddings}
+        base = EngineArgs(model=folder, dtype="float32", skip_tokenizer_init=True).create_engine_config()
+        base.parallel_config.tensor_parallel_size = tensor_parallel
+        group, layouts = parallel_state._TP, []
+        try:
+            for rank in range(tensor_parallel):
+                cfg = deepcopy(base)  # it will know the layers that are built under it
+                parallel_state._TP = SimpleNamespace(rank_in_group=rank, world_size=tensor_parallel)
+                with set_current_vllm_config(cfg), torch.device("meta"), torch.no_grad():
+                    model = initialize_model(vllm_config=cfg)
+                    layouts.append(record_loading(model, metas, partial(checkpoint_weights, training)).copies)
+        finally:
+            parallel_state._TP = group
+        return [(name, tuple(weight.shape)) for name, weight in metas.items()], layouts
 
     def writes(self) -> Iterator[list[Write]]:
         channel = self.weight_sync

@@ -1,6 +1,7 @@
 """The policy with both real engines: every layout that two ranks allow, dense and mixture-of-experts."""
 
 import re
+from math import prod
 
 import pytest
 import torch
@@ -19,8 +20,10 @@ from hybridrl.config import (
 from hybridrl.controller import WorkerGroup
 from hybridrl.controller.player import Player
 from hybridrl.errors import WorkerError
+from hybridrl.workers.weights.plan import Sharded
 from tests.distributed.probe import CrampedWorker, ProbeWorker, plain_loss
 from tests.models import MIXTURES, tiny_model
+from tests.unit.weights.test_plan import check_plan
 
 LAYOUTS = {"1": (1, 1), "2x1": (2, 1), "1x2": (2, 2)}
 """Name -> (ranks, tensor_parallel)."""
@@ -387,6 +390,21 @@ def test_every_family_is_resharded(policies, kind):
         assert max(policy.gap()) < GAP
     for bytes_ in policy.reshard():
         assert 0 < bytes_["received"] == bytes_["needed"] < 0.3 * bytes_["model"]
+
+
+@pytest.mark.parametrize("ranks, tensor_parallel", [(4, 4), (8, 4), (8, 8), (16, 2)])
+@pytest.mark.parametrize("kind, experts", [("llama_tied", ""), ("qwen2", ""), ("qwen3_moe", "num_experts"),
+                                           ("glm4_moe", "n_routed_experts")])
+def test_layouts_of_more_ranks_than_there_are(policies, tmp_path_factory, kind, experts, ranks, tensor_parallel):
+    """vLLM's own layouts at higher tensor parallelism: the plan fills them, and no rank receives more than needed."""
+    folder = tiny_model(tmp_path_factory.mktemp(kind), kind, num_attention_heads=8, num_key_value_heads=2, head_dim=8,
+                        **({experts: 8} if experts else {}))
+    shapes, layouts = policies("1").layouts_at(str(folder), tensor_parallel)[0]
+    weights = [Sharded(name, shape, 1 if "e_score" in name else ranks) for name, shape in shapes]
+    received = check_plan(weights, [layouts[rank % tensor_parallel] for rank in range(ranks)], 5000)
+    # 1 / t for the slice, of which a rank holds 1 / N; a little more where more ranks than key heads share them
+    share = (1 - 1 / ranks) / tensor_parallel
+    assert sum(received) / ranks < (share + 0.03) * sum(prod(shape) for _, shape in shapes)
 
 
 @pytest.mark.parametrize("layout, kind", [("1", "qwen3_moe"), ("2x1", "qwen3_moe"), *(("1x2", k) for k in MIXTURES)])

@@ -47,16 +47,22 @@ def find_layout(worker: Any, weights: Mapping[str, Tensor],
             for tensor in get_layer_tensors(layer).values():  # a reload leaves its own loaders behind
                 tensor.weight_loader = _get_original_loader(tensor)
         try:
-            parameters = parameters_of(model)
-            with Recorder(weights, {name: getattr(layer, attribute)
-                                    for name, (layer, attribute) in parameters.items()}) as recorder:
-                model.load_weights(iter(rename(weights).items()))
-            _check_filled(parameters, recorder)
+            return record_loading(model, weights, rename)
         finally:
             _put_back(model)
+
+
+def record_loading(model: nn.Module, weights: Mapping[str, Tensor],
+                   rename: Callable[[Mapping[str, Tensor]], Mapping[str, Tensor]]) -> Layout:
+    """The layout of a model whose parameters are as they are loaded; nothing is written."""
+    parameters = parameters_of(model)
+    with Recorder(weights, {name: getattr(layer, attribute)
+                            for name, (layer, attribute) in parameters.items()}) as recorder:
+        model.load_weights(iter(rename(weights).items()))
     if recorder.computed:
         raise ModelError(f"vLLM computes new values while it loads {', '.join(sorted(recorder.computed)[:3])}, which a "
                          "weight sync can't follow. policy.rollout.engine=transformers runs this model.")
+    _check_filled(parameters, recorder)
     return Layout(recorder.copies, recorder.fills)
 
 
