@@ -115,16 +115,13 @@ class MeasuredPolicy(PolicyWorker):
 def repack_seconds(worker: Any, layout: Any) -> float:
     """Run in vLLM's worker: seconds it takes to pack every layer, whose parameters are in memory and filled."""
     from vllm.config import set_current_vllm_config
-    from vllm.model_executor.model_loader.reload.layerwise import (
-        finalize_layerwise_reload,
-        initialize_layerwise_reload,
-    )
+    from vllm.model_executor.model_loader.reload.layerwise import finalize_layerwise_reload
 
-    from hybridrl.workers.rollout.vllm_weights import Layers, parameters_of
+    from hybridrl.workers.rollout.vllm_weights import Layers, parameters_of, restore
 
     model, seconds = worker.model_runner.get_model(), 0.0
     with set_current_vllm_config(worker.vllm_config), torch.no_grad():
-        initialize_layerwise_reload(model)
+        restore(model)
         layers = Layers(layout, parameters_of(model), None)
         for layer in layers.missing:
             layers.open(layer)

@@ -33,19 +33,10 @@ def find_layout(worker: Any, weights: Mapping[str, Tensor],
     Raises ModelError for a loader that computes, SyncError naming parameters that are not filled.
     """
     from vllm.config import set_current_vllm_config
-    from vllm.model_executor.model_loader.reload.layerwise import _get_original_loader, get_layerwise_info
-    from vllm.model_executor.model_loader.reload.meta import restore_layer_on_meta
-    from vllm.model_executor.model_loader.reload.utils import get_layer_params_buffers, get_layer_tensors
 
     model = worker.model_runner.get_model()
     with set_current_vllm_config(worker.vllm_config), torch.no_grad():
-        for layer in model.modules():
-            info = get_layerwise_info(layer)
-            info.kernel_tensors = get_layer_params_buffers(layer)
-            info.kernel_non_persistent_buffers = set(layer._non_persistent_buffers_set)
-            restore_layer_on_meta(layer, info)
-            for tensor in get_layer_tensors(layer).values():  # a reload leaves its own loaders behind
-                tensor.weight_loader = _get_original_loader(tensor)
+        restore(model)
         try:
             return record_loading(model, weights, rename)
         finally:
@@ -73,14 +64,11 @@ def reload(worker: Any, layout: Layout, writes: Iterable[list[Write]],
     Raises SyncError naming layers that did not receive everything.
     """
     from vllm.config import set_current_vllm_config
-    from vllm.model_executor.model_loader.reload.layerwise import (
-        finalize_layerwise_reload,
-        initialize_layerwise_reload,
-    )
+    from vllm.model_executor.model_loader.reload.layerwise import finalize_layerwise_reload
 
     model = worker.model_runner.get_model()
     with set_current_vllm_config(worker.vllm_config), torch.no_grad():
-        initialize_layerwise_reload(model)
+        restore(model)
         try:
             layers = Layers(layout, parameters_of(model), inspect)
             for write in (write for some in writes for write in some):
@@ -122,6 +110,7 @@ class Layers:
         """Give a layer memory for its parameters as they are loaded: that of the packed ones where it fits."""
         from vllm.model_executor.model_loader.reload.layerwise import get_layerwise_info
         from vllm.model_executor.model_loader.reload.meta import materialize_layer
+        from vllm.model_executor.model_loader.reload.utils import get_layer_tensors
 
         info = get_layerwise_info(layer)
         for name, restored in list(layer._parameters.items()):
@@ -130,7 +119,8 @@ class Layers:
                 tensor = packed.detach()
                 tensor.__class__, tensor.__dict__ = restored.__class__, restored.__dict__.copy()
                 setattr(layer, name, tensor)
-        materialize_layer(layer, info)
+        if any(tensor.is_meta for tensor in get_layer_tensors(layer).values()):
+            materialize_layer(layer, info)
         for name, region, value in self.fills:
             owner, attribute = self.parameters[name]
             if owner is layer:
@@ -157,6 +147,23 @@ def parameters_of(model: nn.Module) -> dict[str, tuple[nn.Module, str]]:
     """Every parameter as (layer, attribute); a shared one once for each layer, for each layer packs its own."""
     return {f"{path}.{attribute}".removeprefix("."): (layer, attribute) for path, layer in model.named_modules()
             for attribute, parameter in layer._parameters.items() if parameter is not None}
+
+
+def restore(model: nn.Module) -> None:
+    """Put every layer's parameters, on the meta device, into the form in which they are loaded, and keep the others.
+
+    vLLM's `initialize_layerwise_reload` without its wrapped loaders: only `find_layout` runs loaders.
+    """
+    from vllm.model_executor.model_loader.reload.layerwise import get_layerwise_info
+    from vllm.model_executor.model_loader.reload.meta import restore_layer_on_meta
+    from vllm.model_executor.model_loader.reload.utils import get_layer_params_buffers, get_layer_size
+
+    for layer in model.modules():
+        info = get_layerwise_info(layer)
+        info.kernel_tensors = get_layer_params_buffers(layer)
+        info.kernel_non_persistent_buffers = set(layer._non_persistent_buffers_set)
+        restore_layer_on_meta(layer, info)
+        info.load_numel_total = get_layer_size(layer)
 
 
 def _put_back(model: nn.Module) -> None:
