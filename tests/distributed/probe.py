@@ -117,7 +117,7 @@ class ProbeWorker(PolicyWorker):
         self._enter(Phase.TRAIN)
         with torch.no_grad():
             for _, weight in self.training.weights():
-                weight.to_local().mul_(1.1)
+                weight.to_local().mul_(0.95)
         self.changed = True
         write_weights = self.rollout.write_weights
 
