@@ -107,6 +107,9 @@ class Python:
         kernel.signal_when_parent_ends(signal.SIGKILL)
         kernel.forgo_new_privileges()
         os.chdir(folder)
+        # Before the limit on open files: the caller may have more open than a program is allowed.
+        os.dup2(os.open(os.devnull, os.O_RDONLY), 0)
+        os.closerange(3, os.sysconf("SC_OPEN_MAX"))
         for limit, value in ((resource.RLIMIT_AS, self._memory), (resource.RLIMIT_CPU, self._cpu_s),
                              (resource.RLIMIT_FSIZE, self._memory), (resource.RLIMIT_NOFILE, 64),
                              (resource.RLIMIT_CORE, 0), (resource.RLIMIT_NPROC, self._processes)):
@@ -114,9 +117,6 @@ class Python:
             value = value if hard == resource.RLIM_INFINITY else min(value, hard)
             if limit != resource.RLIMIT_NPROC or self.isolated or changed:
                 resource.setrlimit(limit, (value, value))
-        nothing = os.open(os.devnull, os.O_RDONLY)
-        os.dup2(nothing, 0)
-        os.closerange(3, 4096)
         os.execve(sys.executable, [sys.executable, "-I", "-B", "main.py"],
                   {"PATH": "/usr/bin:/bin", "HOME": folder, "LANG": "C.UTF-8", "OMP_NUM_THREADS": "1",
                    "OPENBLAS_NUM_THREADS": "1", "TMPDIR": folder})

@@ -48,6 +48,17 @@ def test_what_a_program_prints_is_the_result():
     assert run("x = 1") == (True, "The program printed nothing.")
 
 
+def test_a_caller_with_more_open_files_than_a_program_may_have():
+    files = [open(os.devnull) for _ in range(200)]
+    try:
+        program = ("import os\nfor number in range(3, 500):\n    try:\n        print(os.fstat(number))\n"
+                   "    except OSError:\n        pass")
+        assert run(program) == (True, "The program printed nothing.")
+    finally:
+        for file in files:
+            file.close()
+
+
 def test_errors_are_shown_with_the_exit_status():
     text = run("print('before', flush=True)\n1 / 0")[1]
     assert text.startswith("before\n") and "ZeroDivisionError" in text and text.endswith("[exit status 1]")
