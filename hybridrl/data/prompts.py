@@ -171,7 +171,7 @@ def _examples(cfg: DataConfig, bad: BadRows, key: str, with_responses: bool) -> 
     is_task = cfg.source == "reasoning_gym"
     prompt_field = "question" if is_task else cfg.prompt_field
     # The answers of some reasoning-gym tasks are None: their scorers read the entry.
-    answer_field = "" if is_task or with_responses else cfg.answer_field
+    answer_field = "" if is_task or with_responses or cfg.source == "none" else cfg.answer_field
     for number, row in read_rows(cfg, bad, [name for name in (prompt_field, answer_field) if name], key):
         try:
             prompt, response = prompt_of(row, prompt_field, cfg.chat_template), None

@@ -1,4 +1,4 @@
-"""Rows of a dataset as dictionaries, from the four sources of `DataConfig.source`.
+"""Rows of a dataset as dictionaries, from the sources of `DataConfig.source`.
 
 Everything is read from this disk or made here; nothing is downloaded. A source yields (row number from 1, row);
 what can't be read as a row goes to `BadRows`.
@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import Any
 
 from hybridrl.config import DataConfig
-from hybridrl.errors import ConfigError, DataError, unknown
+from hybridrl.errors import ConfigError, DataError, extra, unknown
 
 ROWS_PER_READ = 1024
 
@@ -38,7 +38,7 @@ class BadRows:
 
 def source_name(cfg: DataConfig) -> str:
     """What error messages call the source."""
-    return f"reasoning_gym task {cfg.task!r}" if cfg.source == "reasoning_gym" else str(cfg.path)
+    return {"reasoning_gym": f"reasoning_gym task {cfg.task!r}", "none": "source=none"}.get(cfg.source, cfg.path)
 
 
 def read_rows(cfg: DataConfig, bad: BadRows, fields: Iterable[str], key: str) -> Iterator[tuple[int, Row]]:
@@ -141,8 +141,9 @@ def _check_columns(source: str, fields: list[str], columns: list[str]) -> None:
 
 
 def _reasoning_gym(cfg: DataConfig, bad: BadRows, fields: list[str], key: str) -> Iterator[tuple[int, Row]]:
-    import reasoning_gym
-    from reasoning_gym.factory import DATASETS
+    with extra("tasks", f"{key}.source=reasoning_gym"):
+        import reasoning_gym
+        from reasoning_gym.factory import DATASETS
 
     if cfg.task not in DATASETS:
         raise ConfigError(f"{key}.task: " + unknown("reasoning_gym task", cfg.task, DATASETS))
@@ -165,9 +166,15 @@ def _reasoning_gym(cfg: DataConfig, bad: BadRows, fields: list[str], key: str) -
         yield number, problem
 
 
+def _none(cfg: DataConfig, bad: BadRows, fields: list[str], key: str) -> Iterator[tuple[int, Row]]:
+    for number in range(1, cfg.task_size + 1):
+        yield number, {name: f"Task {cfg.task_seed + number}." for name in fields}
+
+
 SOURCES: dict[str, Callable[[DataConfig, BadRows, list[str], str], Iterator[tuple[int, Row]]]] = {
     "jsonl": _jsonl,
     "parquet": _parquet,
     "dataset": _dataset,
     "reasoning_gym": _reasoning_gym,
+    "none": _none,
 }

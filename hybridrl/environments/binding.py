@@ -12,6 +12,8 @@ from hybridrl.errors import ConfigError, unknown
 
 ENVIRONMENTS: dict[str, str] = {
     "guess": "hybridrl.environments.guess:GuessNumber",
+    "gymnasium": "hybridrl.environments.adapters.gymnasium:Gymnasium",
+    "textarena": "hybridrl.environments.adapters.textarena:TextArena",
     "tools": "hybridrl.environments.tools:ToolEnvironment",
     "verifier": "hybridrl.environments.verifier:Verifier",
 }

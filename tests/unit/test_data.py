@@ -2,6 +2,7 @@
 
 import json
 import logging
+import sys
 
 import datasets
 import pyarrow
@@ -113,6 +114,17 @@ def test_reasoning_gym_problems_carry_their_entry():
 def test_reasoning_gym_answers_may_be_none():
     found = load_prompts(config(source="reasoning_gym", task="graph_color", task_size=2), make_tokenizer(), 10_000)
     assert found.answers == [None, None]
+
+
+def test_rows_of_no_source_are_numbered():
+    found = load_prompts(config(source="none", task_size=3, task_seed=10, chat_template=False), make_tokenizer(), 100)
+    assert found.prompts == ["Task 11.", "Task 12.", "Task 13."] and found.answers == [None] * 3
+
+
+def test_a_missing_package_names_its_extra(monkeypatch):
+    monkeypatch.setitem(sys.modules, "reasoning_gym", None)
+    with pytest.raises(ConfigError, match=r'data.source=reasoning_gym needs .* pip install "hybridrl\[tasks\]"'):
+        load_prompts(config(source="reasoning_gym", task="chain_sum"), make_tokenizer(), 100)
 
 
 @pytest.mark.parametrize(("changes", "message"), [

