@@ -1,6 +1,6 @@
 """Episodes with slow environments: as they come, against turns in lock-step batches; the last line is JSON.
 
-    python -m benchmarks.episodes [episodes=128] [turns=3] [turn_tokens=12] [repetitions=3]
+    python -m benchmarks.episodes [episodes=512] [turns=3] [turn_tokens=12] [repetitions=3]
 
 Each step of an environment waits a log-normal time with mean 0.2 s, in a process of its own. In lock-step all episodes
 generate a turn together, then all environments step at the same time and the slowest is waited for. Both sample the
@@ -33,7 +33,7 @@ from hybridrl.workers.rollout.engine import Request
 from hybridrl.workers.rollout.episodes import EpisodeRunner
 
 DEMO = Path(__file__).resolve().parents[1] / "recipes" / "demo" / "model"
-DEFAULTS = {"episodes": 128, "turns": 3, "turn_tokens": 12, "repetitions": 3}
+DEFAULTS = {"episodes": 512, "turns": 3, "turn_tokens": 12, "repetitions": 3}
 
 
 class MeasuredPolicy(PolicyWorker):

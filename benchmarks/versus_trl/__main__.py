@@ -1,12 +1,14 @@
 """One GRPO step against TRL's GRPOTrainer on this machine; the last line is JSON.
 
     make benchmark-trl                     (installs TRL into .venv-trl, then runs the line below)
-    python -m benchmarks.versus_trl [model=smollm2|demo] [lengths=uniform|mixed] [repetitions=N] [trl=PYTHON]
+    python -m benchmarks.versus_trl [model=smollm2|demo] [lengths=uniform|mixed] [engine=vllm|transformers] [repetitions=N]
+                                    [trl=PYTHON]
 
 Both sides have the same model, prompts, responses per prompt, response lengths and threads, float32, AdamW, no
 reference, one optimizer step per batch. They take turns, one step each, after two steps that don't count; figures are
 medians. TRL generates with transformers (which on CPU is faster than its vLLM mode), pads, makes no separate log-prob
-pass, and runs without activation checkpointing. Ours generates with vLLM, packs, and syncs weights after the update.
+pass, and runs without activation checkpointing. Ours generates with `engine`, packs, takes the old log-probs from the
+update's own forward pass, and syncs weights after the update.
 
 `stages` pairs seconds by stage: `generate`, and `rest` (everything else in the step, our weight sync included).
 `of_floor` is the seconds that the model's matrix products take at the rate of bare products of the same shapes,
@@ -26,7 +28,8 @@ from benchmarks import matrix_rate
 from benchmarks.versus_trl.workload import Workload, make_workload
 
 ROOT = Path(__file__).resolve().parents[2]
-DEFAULTS = {"model": "smollm2", "lengths": "uniform", "repetitions": "5", "trl": str(ROOT / ".venv-trl/bin/python")}
+DEFAULTS = {"model": "smollm2", "lengths": "uniform", "engine": "vllm",
+            "repetitions": "5", "trl": str(ROOT / ".venv-trl/bin/python")}
 WARM_UP = 2
 
 
@@ -71,8 +74,9 @@ def stages(report: dict[str, float]) -> dict[str, float]:
 
 def main(words: list[str]) -> None:
     """Run both sides in turns and print the JSON line."""
-    options = DEFAULTS | dict(word.split("=", 1) for word in words)
-    if set(options) != set(DEFAULTS) or options["lengths"] not in ("uniform", "mixed"):
+    options = DEFAULTS | dict(word.partition("=")[::2] for word in words)
+    if set(options) != set(DEFAULTS) or options["lengths"] not in ("uniform", "mixed") \
+            or options["engine"] not in ("vllm", "transformers"):
         sys.exit(__doc__)
     if not Path(options["trl"]).exists():
         sys.exit(f"No {options['trl']}: `make benchmark-trl` installs TRL into an environment of its own.")
@@ -81,7 +85,8 @@ def main(words: list[str]) -> None:
         path = Path(scratch) / "workload.json"
         path.write_text(json.dumps(workload.to_dict()))
         here = Path(__file__).parent
-        sides = {"ours": Side("ours", [sys.executable, "-m", "benchmarks.versus_trl.our_side", str(path)],
+        sides = {"ours": Side("ours", [sys.executable, "-m", "benchmarks.versus_trl.our_side", str(path),
+                                       options["engine"]],
                               Path(scratch) / "ours.log"),
                  "trl": Side("TRL", [options["trl"], str(here / "trl_side.py"), str(path), scratch],
                              Path(scratch) / "trl.log")}
@@ -107,7 +112,8 @@ def compare(sides: dict[str, Side], workload: Workload, options: dict[str, str])
     ours, trl = medians["ours"], medians["trl"]
     floor = floor_seconds(workload)
     inside = [{key: r[key] for key in r if key not in ("threads", "step")} for r in reports["ours"]]
-    return {"model": options["model"], "lengths": options["lengths"], "rows": len(workload.response_lengths),
+    return {"model": options["model"], "lengths": options["lengths"], "engine": options["engine"],
+            "rows": len(workload.response_lengths),
             "tokens": workload.tokens, "ours_s": ours, "trl_s": trl,
             "ours_stages_s": {key: statistics.median(r[key] for r in inside) for key in inside[0]},
             "tokens_per_s": workload.tokens / ours["step"], "trl_tokens_per_s": workload.tokens / trl["step"],

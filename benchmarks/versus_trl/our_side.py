@@ -1,6 +1,6 @@
 """A step of the loop of recipes/grpo.py each time a line comes on standard input.
 
-    python -m benchmarks.versus_trl.our_side WORKLOAD.json
+    python -m benchmarks.versus_trl.our_side WORKLOAD.json vllm|transformers
 
 Answers every step with a JSON line of seconds. Response lengths are forced by each request's own limit.
 """
@@ -30,20 +30,21 @@ class FixedLengths(PolicyWorker):
     def force(self, response_lengths: list[int]) -> None:
         """From now on response i of a generate call has response_lengths[i] tokens, whatever they are."""
         self.rollout.stop_ids = []
-        self.rollout.engine.input_processor.generation_config_fields = {}  # where vLLM finds an end token of its own
+        if self.cfg.rollout.engine == "vllm":  # which finds an end token of its own
+            self.rollout.engine.input_processor.generation_config_fields = {}
         generate = self.rollout.generate
         self.rollout.generate = lambda requests, *rest: generate(
             [replace(r, max_tokens=n) for r, n in zip(requests, response_lengths, strict=True)], *rest)
 
 
-def main(workload_path: str) -> None:
+def main(workload_path: str, engine: str) -> None:
     """Build the policy and take steps until standard input ends."""
     with open(workload_path) as file:
         workload = json.load(file)
     cfg = PolicyConfig(
         model=ModelConfig(path=workload["folder"]),
         training=TrainingConfig(learning_rate=workload["learning_rate"], max_grad_norm=workload["max_grad_norm"]),
-        rollout=RolloutConfig(max_prompt_tokens=max(workload["prompt_lengths"]),
+        rollout=RolloutConfig(engine=engine, max_prompt_tokens=max(workload["prompt_lengths"]),
                               max_response_tokens=max(workload["response_lengths"])))
     algorithm = Algorithm(AlgorithmConfig(responses_per_prompt=workload["responses_per_prompt"], corrections=[]),
                           cfg.rollout.max_response_tokens)

@@ -1,4 +1,4 @@
-"""A slow, plain engine on a transformers model: the reference in tests, and for models that vLLM lacks."""
+"""A plain engine on a transformers model: the reference in tests, and for models that vLLM lacks or that are tiny."""
 
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -122,14 +122,28 @@ class TransformersEngine(RolloutEngine):
             routing.check()
             for row, experts, fed in zip(cohort.rows, routing.own.cpu().chunk(len(ids)), new.bool(), strict=True):
                 row.experts.append(experts[fed])
-        for row, logits in zip(cohort.rows, out.logits[:, -1].float().cpu(), strict=True):
-            greedy = row.request.temperature == 0  # then, as in vLLM, log-probs are those of temperature 1
-            log_probs = (logits / (row.request.temperature or 1)).log_softmax(-1)
-            noise = 1.0 if greedy else torch.empty_like(log_probs).exponential_(generator=row.generator)
-            token = int((log_probs.exp() / noise).argmax())
+        self._sample(cohort.rows, out.logits[:, -1].float().cpu())
+
+    def _sample(self, rows: Sequence[_Running], logits: Tensor) -> None:
+        """Append a token to each row, by the largest of its probabilities over exponential noise of its own.
+
+        Args:
+            logits: [rows, vocabulary] float32.
+        """
+        temperature = torch.tensor([row.request.temperature for row in rows])
+        greedy = temperature == 0  # then, as in vLLM, log-probs are those of temperature 1
+        log_probs = (logits / temperature.masked_fill(greedy, 1.0)[:, None]).log_softmax(-1)
+        noise = torch.ones_like(log_probs)
+        for row, own, still in zip(rows, noise, greedy.tolist(), strict=True):
+            if not still:
+                own.exponential_(generator=row.generator)
+        tokens = (log_probs.exp() / noise).argmax(-1, keepdim=True)
+        version = self.version if self.version is not None else -1
+        for row, token, log_prob in zip(rows, tokens[:, 0].tolist(), log_probs.gather(1, tokens)[:, 0].tolist(),
+                                        strict=True):
             row.token_ids.append(token)
-            row.log_probs.append(float(log_probs[token]))
-            row.versions.append(self.version if self.version is not None else -1)
+            row.log_probs.append(log_prob)
+            row.versions.append(version)
 
     def _retire(self, cohort: _Cohort) -> list[tuple[str, Completion]]:
         finished, keep = [], []
