@@ -1,8 +1,8 @@
 """One GRPO step against TRL's GRPOTrainer on this machine; the last line is JSON.
 
     make benchmark-trl                     (installs TRL into .venv-trl, then runs the line below)
-    python -m benchmarks.versus_trl [model=smollm2|demo] [lengths=uniform|mixed] [engine=vllm|transformers] [repetitions=N]
-                                    [trl=PYTHON]
+    python -m benchmarks.versus_trl [model=smollm2|demo] [lengths=uniform|mixed] [engine=vllm|transformers]
+                                    [repetitions=N] [trl=PYTHON]
 
 Both sides have the same model, prompts, responses per prompt, response lengths and threads, float32, AdamW, no
 reference, one optimizer step per batch. They take turns, one step each, after two steps that don't count; figures are
