@@ -27,6 +27,7 @@ setup(
     },
     entry_points={"console_scripts": ["hybridrl = hybridrl.__main__:main"]},
     install_requires=[
+        "aiohttp>=3.10",
         "datasets>=5.0",
         "filelock>=3.12",
         "hydra-core>=1.3.2",
@@ -53,7 +54,7 @@ setup(
         "gymnasium": ["gymnasium>=1.4"],
         "tasks": ["math-verify>=0.9", "reasoning-gym>=0.1.25"],  # reasoning-gym compiles C: kept out of the core
         "textarena": ["nltk>=3.9", "textarena>=0.7.4"],
-        "examples": ["gguf>=0.19", "matplotlib>=3.10"],
+        "examples": ["gguf>=0.19", "matplotlib>=3.10", "openai>=2.0"],
         "adamw-8bit": ["torchao>=0.18,<0.19"],  # its quantised tensors are used without its optimizer
         "wandb": ["wandb>=0.20"],
         "mlflow": ["mlflow>=3.0"],

@@ -11,6 +11,7 @@ from hybridrl.environments.environment import AsyncEnvironment, Environment
 from hybridrl.errors import ConfigError, unknown
 
 ENVIRONMENTS: dict[str, str] = {
+    "agent": "hybridrl.environments.agent:AgentEnvironment",
     "guess": "hybridrl.environments.guess:GuessNumber",
     "gymnasium": "hybridrl.environments.adapters.gymnasium:Gymnasium",
     "textarena": "hybridrl.environments.adapters.textarena:TextArena",

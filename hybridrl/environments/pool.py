@@ -15,11 +15,13 @@ import pickle
 import socket
 import subprocess
 from abc import ABC, abstractmethod
+from collections.abc import Sequence
 from typing import Any
 
 from hybridrl import child_process
+from hybridrl.environments.agent import DEFAULT_FORMAT, Access, AgentEnvironment
 from hybridrl.environments.binding import BoundEnvironment, bind
-from hybridrl.environments.environment import Action, Task
+from hybridrl.environments.environment import Action, Task, Turn
 from hybridrl.environments.record import MAX_REPLY_BYTES, EnvironmentFailure, Record, Reply
 from hybridrl.environments.worker import HEADER, READY, one_line
 from hybridrl.errors import EpisodeError
@@ -45,8 +47,12 @@ class Session(ABC):
         """Take an action."""
 
     @abstractmethod
-    async def verify(self, finish_reason: str) -> dict[str, float]:
-        """Rewards of the episode by agent, on top of those of the turns."""
+    async def verify(self, finish_reason: str, turns: Sequence[Turn] = ()) -> dict[str, float]:
+        """Rewards of the episode by agent, on top of those of the turns; `turns` are those of `run`."""
+
+    async def run(self, task: Task, access: Access) -> str | None:
+        """Let an agent play an episode by calls to the policy, for as long as it takes; what it raised, in one line."""
+        raise NotImplementedError("agents run in processes of their own")
 
     def alive(self) -> bool:
         """Whether it is still there after some idle time."""
@@ -71,6 +77,10 @@ class EnvironmentPool:
 
     def __init__(self, name: str, options: dict[str, Any], turn_timeout_s: float):
         self._bound = bind(name, options)
+        self.runs_agent = issubclass(self._bound.cls, AgentEnvironment)
+        """Whether episodes are runs of an agent, which calls the policy itself."""
+        self.call_format = options.get("format", DEFAULT_FORMAT)
+        """How the model of such an agent writes tool calls."""
         self._server = None if self._bound.is_async else _Server(name, options)
         self._timeout_s = turn_timeout_s
         self._idle: list[Session] = []
@@ -142,9 +152,9 @@ class _LoopSession(Session):
 
         return await self._call(work())
 
-    async def verify(self, finish_reason: str) -> dict[str, float]:
+    async def verify(self, finish_reason: str, turns: Sequence[Turn] = ()) -> dict[str, float]:
         async def work() -> dict[str, float]:
-            return self._record.verified(await self._environment.verify(self._record.ended(finish_reason)))
+            return self._record.verified(await self._environment.verify(self._record.ended(finish_reason, turns)))
 
         return await self._call(work())
 
@@ -281,22 +291,25 @@ class _ProcessSession(Session):
         self._reader, self._writer, self._timeout_s = reader, writer, timeout_s
 
     async def reset(self, task: Task) -> Reply:
-        return Reply(**await self._call("reset", task))
+        return Reply(**await self._call("reset", task, self._timeout_s))
 
     async def step(self, action: Action) -> Reply:
-        return Reply(**await self._call("step", action))
+        return Reply(**await self._call("step", action, self._timeout_s))
 
-    async def verify(self, finish_reason: str) -> dict[str, float]:
-        return await self._call("verify", finish_reason)
+    async def verify(self, finish_reason: str, turns: Sequence[Turn] = ()) -> dict[str, float]:
+        return await self._call("verify", (finish_reason, turns), self._timeout_s)
 
-    async def _call(self, method: str, argument: Any) -> Any:
+    async def run(self, task: Task, access: Access) -> str | None:
+        return await self._call("run", (task, access), None)
+
+    async def _call(self, method: str, argument: Any, timeout_s: float | None) -> Any:
         self.healthy = False  # until the answer is here: a call may be cancelled
         try:
             message = pickle.dumps((method, argument))
         except Exception as error:  # pickling runs methods of whatever the row holds
             raise EnvironmentFailure("invalid", f"the row can't be sent to another process: {error!r}") from error
         try:
-            async with asyncio.timeout(self._timeout_s):
+            async with asyncio.timeout(timeout_s):
                 self._writer.write(HEADER.pack(len(message)) + message)
                 await self._writer.drain()
                 size = HEADER.unpack(await self._reader.readexactly(HEADER.size))[0]
@@ -304,7 +317,7 @@ class _ProcessSession(Session):
                     raise EnvironmentFailure("invalid", f"{method} answered with {size} bytes")
                 answer = await self._reader.readexactly(size)
         except TimeoutError:
-            raise EnvironmentFailure("timeout", f"{method} gave no result within {self._timeout_s:g} s") from None
+            raise EnvironmentFailure("timeout", f"{method} gave no result within {timeout_s:g} s") from None
         except (asyncio.IncompleteReadError, ConnectionError):
             status = await self._server.end(self._pid, self._parent)
             self._pid = 0

@@ -2,7 +2,7 @@
 
 import json
 import math
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, field
 from typing import Any
 
@@ -88,9 +88,10 @@ class Record:
         self._agent, self._shown = reply.agent, messages
         return reply
 
-    def ended(self, finish_reason: str) -> Trajectory:
-        """The whole trajectory, for `verify`."""
+    def ended(self, finish_reason: str, turns: Sequence[Turn] = ()) -> Trajectory:
+        """The whole trajectory, for `verify`; `turns` are those that `step` did not see."""
         self.trajectory.finish_reason = finish_reason
+        self.trajectory.turns += turns
         return self.trajectory
 
     def verified(self, returned: Any) -> dict[str, float]:

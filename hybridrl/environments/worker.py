@@ -18,6 +18,7 @@ import struct
 import sys
 import time
 import traceback
+from collections.abc import Callable
 from typing import Any
 
 from hybridrl.child_process import die_with, kill_group
@@ -118,7 +119,12 @@ class _Player:
         if method == "step":
             stepped = environment.step(argument)
             return self._record.stepped(argument, stepped, environment.state()).to_json()
-        return json.dumps(self._record.verified(environment.verify(self._record.ended(argument)))).encode()
+        if method == "run":
+            task, access = argument
+            seed_everything(task.seed)
+            self._record = Record(task)
+            return json.dumps(_error_of(environment.run, task, access)).encode()
+        return json.dumps(self._record.verified(environment.verify(self._record.ended(*argument)))).encode()
 
     def close(self) -> None:
         if self._environment is not None:
@@ -134,6 +140,15 @@ def _answer(player: _Player, request: bytes) -> bytes:
         return b"-" + json.dumps([failure.kind, failure.text[:MAX_ERROR_CHARS]]).encode()
     except BaseException as error:  # sys.exit in an environment is a failure of its episode, too
         return b"-" + json.dumps(["raised", one_line(error)]).encode()
+
+
+def _error_of(function: Callable[..., None], *arguments: Any) -> str | None:
+    """What a function raised, in one line."""
+    try:
+        function(*arguments)
+    except Exception as error:  # of whoever wrote it
+        return one_line(error)
+    return None
 
 
 def seed_everything(seed: int) -> None:

@@ -10,12 +10,11 @@ from hybridrl.batch import make_batch, num_rows, objects_of, require
 from hybridrl.config import JudgeConfig
 from hybridrl.dispatch import over_rows
 from hybridrl.errors import ConfigError
-from hybridrl.models import load_tokenizer, resolve_model, stop_ids
+from hybridrl.models import load_tokenizer
 from hybridrl.rewards.texts import Prompt, as_text, fill, verdict_of
 from hybridrl.workers.base import Worker, WorkerContext
 from hybridrl.workers.rollout.engine import Completion, Request
-from hybridrl.workers.rollout.transformers_engine import TransformersEngine
-from hybridrl.workers.rollout.vllm_engine import VLLMEngine, rollout_dtype
+from hybridrl.workers.rollout.frozen import frozen_engine
 
 SHOWN_CHARS = 80
 """Of a judge's answer without a verdict, in the row's error."""
@@ -34,18 +33,12 @@ class JudgeWorker(Worker):
 
     def __init__(self, context: WorkerContext, cfg: JudgeConfig, seed: int = 0):
         super().__init__(context)
-        self.cfg, self.tokenizer, folder = cfg, load_tokenizer(cfg), resolve_model(cfg.path)
+        self.cfg, self.tokenizer = cfg, load_tokenizer(cfg)
         if cfg.chat_template and not self.tokenizer.chat_template:
             raise ConfigError(f"reward.judge.path={cfg.path} has no chat template; reward.judge.chat_template=false "
                               "asks in plain text.")
         self.words = {word.lower(): score for word, score in cfg.words.items()}
-        stop, rollout = stop_ids(folder, self.tokenizer), cfg.rollout
-        if rollout.engine == "transformers":
-            dtype = getattr(torch, rollout_dtype(rollout, self.device))
-            self.engine: TransformersEngine | VLLMEngine = TransformersEngine(
-                folder, self.device, dtype, stop, rollout.max_running, cfg.trust_remote_code, frozen=True)
-        else:
-            self.engine = VLLMEngine(folder, rollout, self.device, stop, cfg.trust_remote_code, seed, frozen=True)
+        self.engine = frozen_engine(cfg, cfg.rollout, self.tokenizer, self.device, seed)
 
     def peers(self, axis: str) -> int:
         return self.cfg.rollout.tensor_parallel if axis == "rollout" else 1

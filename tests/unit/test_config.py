@@ -25,6 +25,7 @@ NEEDED = {
     "distill": ["policy.model.path=m", "data.path=d", "teacher.model.path=t"],
     "sft": ["policy.model.path=m", "data.path=d"],
     "evaluate": ["policy.model.path=m", "data.path=d"],
+    "serve": ["policy.model.path=m"],
 }
 
 

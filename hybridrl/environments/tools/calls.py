@@ -120,6 +120,19 @@ FORMATS: dict[str, Callable[[str, Schemas], list[Call | BadCall]]] = {
 """Formats by name."""
 
 
+MARKS: dict[str, str] = {"hermes": "<tool_call>", "qwen_xml": "<tool_call>", "llama3": "", "glm": "<tool_call>",
+                         "deepseek": "<｜tool▁call"}
+"""How the first call of a response begins; nothing else is in one of llama3."""
+
+
+def text_before_calls(action: Action, kind: str) -> str:
+    """What a response with calls says before the first of them."""
+    mark = MARKS[kind]
+    text = str(action) if not mark or mark in action else action.raw
+    thoughts, end, rest = text.rpartition("</think>")
+    return thoughts + end + (rest.partition(mark)[0] if mark else "")
+
+
 def _from_texts(name: str, pairs: list[tuple[str, str]], schemas: Schemas) -> Call:
     properties = schemas.get(name, {}).get("properties", {})
     return Call(name, {key.strip(): _typed(value, properties.get(key.strip(), {})) for key, value in pairs})

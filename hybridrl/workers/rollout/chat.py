@@ -102,6 +102,10 @@ class Chat:
         """The text without special tokens, for environments and people."""
         return self._decode(ids, skip_special_tokens=True)
 
+    def whole(self, ids: Sequence[int]) -> str:
+        """The text with special tokens."""
+        return self._decode(ids)
+
     def action(self, ids: Sequence[int], finish_reason: str) -> Action:
         """A sampled turn as the environment gets it."""
         return Action(self.plain(ids), self._decode(ids), ids, finish_reason)

@@ -13,7 +13,7 @@ from torch import Tensor
 
 from hybridrl.environments import Action, Message
 from hybridrl.environments.record import Reply
-from hybridrl.workers.rollout.chat import Chat
+from hybridrl.workers.rollout.chat import Chat, Continuation
 from hybridrl.workers.rollout.engine import Completion
 
 MAX_AGENTS = 1024
@@ -40,6 +40,11 @@ class Row:
     def ids(self) -> list[int]:
         """Prompt and response."""
         return self.prompt_ids + self.response_ids
+
+    def cut(self, length: int) -> None:
+        """Keep the first `length` tokens of the response."""
+        for column in (self.response_ids, self.mask, self.log_probs, self.versions, self.token_rewards):
+            del column[length:]
 
     def extend(self, ids: Sequence[int], mask: bool, log_probs: Sequence[float], versions: Sequence[int]) -> None:
         """Append tokens of one kind."""
@@ -68,6 +73,7 @@ class Conversation:
         """All rewards of the agent so far."""
         self._messages: list[Message] = []
         self._heard: list[Message] = []
+        self._before: tuple[int, int, str, int] = (0, 0, "", 0)
         self._held = ""
         self._owed = 0.0
 
@@ -80,9 +86,13 @@ class Conversation:
         """Take an observation; how many tokens the next response may have. 0: the observation did not fit."""
         new = [self._chat.neutral(message) for message in messages]
         if self.rows:
-            piece = self._chat.following(self._held, self._messages, new, self._tools)
-        else:
-            piece = self._chat.opening(new, self._tools)
+            return self.feed(self._chat.following(self._held, self._messages, new, self._tools), messages, new)
+        return self.feed(self._chat.opening(new, self._tools), messages, new)
+
+    def feed(self, piece: Continuation, heard: Sequence[Message], new: Sequence[Message]) -> int:
+        """`hear` for an observation that is rendered: as it was given, and as the chat template gets it."""
+        response = len(self.rows[-1].response_ids) if self.rows else 0
+        self._before = len(self.rows), response, self._held, len(self._messages)
         anew = piece.rewritten or not self.rows
         room = self._room(Row(piece.ids) if anew else self.rows[-1], 0 if anew else len(piece.ids))
         if room < 1 and self.rows:
@@ -94,8 +104,15 @@ class Conversation:
             self.rows[-1].extend(piece.ids, False, [0.0] * len(piece.ids), [OBSERVED] * len(piece.ids))
             self._held += piece.text
         self._messages += new
-        self._heard = list(messages)
+        self._heard = list(heard)
         return max(room, 0)
+
+    def take_back(self) -> None:
+        """Forget the last observation, which no response followed."""
+        rows, response, self._held, messages = self._before
+        del self.rows[rows:], self._messages[messages:]
+        if self.rows:
+            self.rows[-1].cut(response)
 
     def _room(self, row: Row, added: int) -> int:
         response = len(row.response_ids) + added

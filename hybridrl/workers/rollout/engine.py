@@ -17,7 +17,7 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from concurrent.futures import Future, InvalidStateError
 from contextlib import suppress
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 from torch import Tensor
@@ -47,6 +47,20 @@ class Request:
     seed: int | None = None
     version: int | None = None
     """Version of the weights that it must start under; None: whichever are loaded."""
+    score: bool = False
+    """Whether the completion is to have `prompt_scores`."""
+
+
+class PromptScore(NamedTuple):
+    """Of a prompt's token at temperature 1, given what precedes it: its log-prob; the likeliest token and its own."""
+
+    log_prob: float
+    top_id: int
+    top_log_prob: float
+
+
+PromptScores = Sequence[PromptScore]
+"""Of the tokens of a prompt but for the first."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -55,7 +69,8 @@ class Completion:
 
     `log_probs` are of the distribution sampled from; `versions` is the weight version of each token;
     `finish_reason` is `stop` (an end token, which is part of token_ids), `length` or `aborted`; `experts` are those of
-    prompt and response but for its last token, as they travel (see Mixture), where the engine keeps them.
+    prompt and response but for its last token, as they travel (see Mixture), where the engine keeps them;
+    `prompt_scores` are there when the request asks for them.
     """
 
     token_ids: list[int]
@@ -63,6 +78,7 @@ class Completion:
     versions: list[int]
     finish_reason: str
     experts: Tensor | None = None
+    prompt_scores: PromptScores | None = None
 
 
 @dataclass(frozen=True, slots=True)

@@ -17,15 +17,22 @@ import threading
 import time
 from collections.abc import Sequence
 from dataclasses import dataclass, field
+from functools import partial
 from typing import Any
 
 from hybridrl.config import EnvironmentConfig, RolloutConfig
 from hybridrl.environments import Message, Task
+from hybridrl.environments.agent import Access
+from hybridrl.environments.environment import AGENT
 from hybridrl.environments.pool import EnvironmentPool, Session
 from hybridrl.environments.record import EnvironmentFailure
+from hybridrl.errors import ConfigError
 from hybridrl.workers.rollout.admission import Admission
 from hybridrl.workers.rollout.chat import Chat
 from hybridrl.workers.rollout.conversation import MAX_AGENTS, Conversation
+from hybridrl.workers.rollout.endpoint.caller import EpisodeCaller
+from hybridrl.workers.rollout.endpoint.server import Server
+from hybridrl.workers.rollout.endpoint.threads import Threads
 from hybridrl.workers.rollout.engine import Request, RolloutEngine
 
 TURN_SEEDS = 0x9E3779B97F4A7C15
@@ -41,7 +48,7 @@ class Episode:
     task: Task
     seed: int | None
     """Of sampling; None draws one."""
-    conversations: dict[str, Conversation] = field(default_factory=dict)
+    conversations: dict[str, Conversation | Threads] = field(default_factory=dict)
     num_turns: int = 0
     finish_reason: str = ""
     failure: EnvironmentFailure | None = None
@@ -74,6 +81,12 @@ class EpisodeRunner:
         self.context = rollout.max_prompt_tokens + rollout.max_response_tokens
         self.turn_tokens = cfg.max_turn_tokens or rollout.max_response_tokens
         self._pool = EnvironmentPool(cfg.name, cfg.options, cfg.turn_timeout_s)
+        if self._pool.runs_agent and cfg.system_prompt:
+            raise ConfigError(f"environment.system_prompt must be empty for environment {cfg.name!r}, whose agent "
+                              "brings its own messages.")
+        self.text = Chat(tokenizer, engine.stop_ids, chat_template=False)
+        self._server: Server | None = None
+        self._serving = asyncio.Lock()
         self._loop = asyncio.new_event_loop()
         self._thread = threading.Thread(target=self._loop.run_forever, name="episodes", daemon=True)
         self._thread.start()
@@ -114,13 +127,18 @@ class EpisodeRunner:
         if self._loop.is_closed():
             return
         with contextlib.suppress(concurrent.futures.TimeoutError):
-            asyncio.run_coroutine_threadsafe(self._pool.close(), self._loop).result(STOP_TIMEOUT_S)
+            asyncio.run_coroutine_threadsafe(self._ended(), self._loop).result(STOP_TIMEOUT_S)
         self._loop.call_soon_threadsafe(self._loop.stop)
         self._thread.join(STOP_TIMEOUT_S)
         if not self._thread.is_alive():
             self._loop.close()
 
     # ---- in the event loop
+
+    async def _ended(self) -> None:
+        await self._pool.close()
+        if self._server is not None:
+            await self._server.close()
 
     async def _all(self, episodes: list[Episode], temperature: float) -> None:
         admission = Admission(self.cfg.max_running_episodes, self.engine.cache_tokens,
@@ -141,8 +159,9 @@ class EpisodeRunner:
             session = await self._pool.open()
             began = time.monotonic()
             try:
+                play = self._calls if self._pool.runs_agent else self._turns
                 async with asyncio.timeout(self.cfg.episode_timeout_s) as limit:
-                    await self._turns(episode, session, admission, temperature)
+                    await play(episode, session, admission, temperature)
             except EnvironmentFailure as failure:
                 episode.failure = failure
             except TimeoutError:
@@ -160,13 +179,14 @@ class EpisodeRunner:
         """Play to the end and take all rewards; raises EnvironmentFailure."""
         reply = await self._waited(episode, session.reset(episode.task))
         tools, messages = reply.tools, self._first(reply.messages, episode.task)
+        conversations: dict[str, Conversation] = {}
         while not episode.finish_reason:
-            agent = episode.conversations.get(reply.agent)
+            agent = conversations.get(reply.agent)
             if agent is None:
-                if len(episode.conversations) == MAX_AGENTS:
+                if len(conversations) == MAX_AGENTS:
                     raise EnvironmentFailure("invalid", f"an episode has at most {MAX_AGENTS} agents")
                 agent = Conversation(self.chat, tools, self.context, self.rollout.max_response_tokens)
-                episode.conversations[reply.agent] = agent
+                conversations[reply.agent] = episode.conversations[reply.agent] = agent
                 messages = self._with_system(messages)
             room = agent.hear(messages)
             admission.holds(id(episode), episode.num_tokens)
@@ -192,6 +212,39 @@ class EpisodeRunner:
             elif episode.num_turns == self.cfg.max_turns:
                 episode.finish_reason = "max_turns"
         self._pay(episode, await self._waited(episode, session.verify(episode.finish_reason)))
+
+    async def _calls(self, episode: Episode, session: Session, admission: Admission, temperature: float) -> None:
+        """Let an agent play by calls over HTTP, and take its reward; raises EnvironmentFailure."""
+        def holds(threads: Threads) -> None:
+            episode.conversations[AGENT], episode.num_turns = threads, episode.num_turns + 1
+            admission.holds(id(episode), episode.num_tokens)
+
+        caller = EpisodeCaller(
+            self.engine, self.chat, self.text, self.context, self._pool.call_format, temperature,
+            response_tokens=self.rollout.max_response_tokens, turn_tokens=self.turn_tokens,
+            seed_of=partial(self.turn_seed, episode.seed), max_calls=self.cfg.max_turns, holds=holds)
+        server = await self._served()
+        began = time.monotonic()
+        try:
+            async with server.admitted(caller) as key:
+                error = await session.run(episode.task, Access(server.url, key, server.model))
+        finally:
+            episode.waited_s += time.monotonic() - began - caller.waited_s
+        if error is not None and not caller.limit:
+            raise EnvironmentFailure("raised", f"run: {error}")
+        if not caller.turns:
+            raise EnvironmentFailure("overflow" if caller.limit == "overflow" else "invalid",
+                                     "run: the agent got no response" + (f" ({error})" if error else ""))
+        episode.finish_reason = caller.finish_reason
+        self._pay(episode, await self._waited(episode, session.verify(episode.finish_reason, caller.turns)))
+
+    async def _served(self) -> Server:
+        """The server that agents call, started by the first of them."""
+        async with self._serving:
+            if self._server is None:
+                self._server = Server(self.chat.whole, "policy")
+                await self._server.start("127.0.0.1", 0)
+        return self._server
 
     @staticmethod
     async def _waited(episode: Episode, call: Any) -> Any:

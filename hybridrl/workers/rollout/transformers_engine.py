@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from hybridrl.errors import SyncError
-from hybridrl.workers.rollout.engine import Completion, Inspect, Rename, Request, RolloutEngine
+from hybridrl.workers.rollout.engine import Completion, Inspect, PromptScore, Rename, Request, RolloutEngine
 from hybridrl.workers.routing import Routing, route
 from hybridrl.workers.weights.regions import Copy, Write, whole
 
@@ -151,8 +151,9 @@ class TransformersEngine(RolloutEngine):
             stopped = row.token_ids[-1] in self.stop_ids
             if stopped or len(row.token_ids) >= row.request.max_tokens:
                 experts = None if self.mixture is None else self.mixture.packed(torch.cat(row.experts))
+                scores = self._scores(row.request.prompt_ids) if row.request.score else None
                 finished.append((row.request_id, Completion(row.token_ids, row.log_probs, row.versions,
-                                                            "stop" if stopped else "length", experts)))
+                                                            "stop" if stopped else "length", experts, scores)))
             else:
                 keep.append(i)
         if finished and keep:
@@ -162,11 +163,15 @@ class TransformersEngine(RolloutEngine):
         cohort.rows = [cohort.rows[i] for i in keep]
         return finished
 
-    @torch.no_grad()
     def score(self, token_ids: Sequence[int]) -> list[float]:
+        return [score.log_prob for score in self._scores(token_ids)]
+
+    @torch.no_grad()
+    def _scores(self, token_ids: Sequence[int]) -> list[PromptScore]:
         ids = torch.tensor([list(token_ids)], device=self.device)
         log_probs = self.model(input_ids=ids, use_cache=False).logits[0, :-1].float().log_softmax(-1)
-        return log_probs.gather(1, ids[0, 1:, None])[:, 0].tolist()
+        own, top = log_probs.gather(1, ids[0, 1:, None])[:, 0], log_probs.max(-1)
+        return [PromptScore(*row) for row in zip(own.tolist(), top.indices.tolist(), top.values.tolist(), strict=True)]
 
     def layout(self, weights: Mapping[str, Tensor], rename: Rename) -> list[Copy]:
         parameters = dict(self.model.named_parameters())

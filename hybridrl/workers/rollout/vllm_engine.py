@@ -14,7 +14,7 @@ from transformers import AutoConfig
 
 from hybridrl.config import LoRAConfig, RolloutConfig
 from hybridrl.errors import ConfigError, ModelError
-from hybridrl.workers.rollout.engine import Completion, Inspect, Orders, Rename, Request, RolloutEngine
+from hybridrl.workers.rollout.engine import Completion, Inspect, Orders, PromptScore, Rename, Request, RolloutEngine
 from hybridrl.workers.rollout.routing_table import RoutingTable, mixture_layers
 from hybridrl.workers.rollout.vllm_adapter import ADAPTER_ID, load_adapter
 from hybridrl.workers.rollout.vllm_weights import Layout, find_layout, reload
@@ -130,7 +130,7 @@ class VLLMEngine(RolloutEngine):
         params = SamplingParams(
             max_tokens=request.max_tokens, temperature=request.temperature, seed=request.seed, logprobs=0,
             flat_logprobs=True, stop_token_ids=self.stop_ids, detokenize=False,
-            output_kind=RequestOutputKind.FINAL_ONLY)
+            prompt_logprobs=1 if request.score else None, output_kind=RequestOutputKind.FINAL_ONLY)
         self._add(request_id, request.prompt_ids, params)
 
     def _add(self, request_id: str, token_ids: Sequence[int], params: Any) -> None:
@@ -157,7 +157,7 @@ class VLLMEngine(RolloutEngine):
         elif self.mixture is not None and output.outputs[0].routed_experts is not None:
             rows = torch.from_numpy(output.outputs[0].routed_experts.astype("int32"))
             experts = self.mixture.packed(rows[:, self._mixture_layers])
-        return output.request_id, _completion(output.outputs[0], experts)
+        return output.request_id, _completion(output, experts)
 
     def busy(self) -> bool:
         return bool(self._early) or self.engine.has_unfinished_requests()
@@ -331,13 +331,25 @@ def _unlink_shared_memory(name: str) -> None:
         segment.unlink(missing_ok=True)
 
 
-def _completion(output: Any, experts: torch.Tensor | None) -> Completion:
+def _completion(request_output: Any, experts: torch.Tensor | None) -> Completion:
+    output = request_output.outputs[0]
     token_ids = list(output.token_ids)
     versions: list[int] = []
     for span in output.weight_versions or []:
         versions += [int(span.version)] * (span.end - span.start)
     reason = output.finish_reason if output.finish_reason in ("stop", "length") else "aborted"
-    return Completion(token_ids, list(output.logprobs.logprobs), versions, reason, experts)
+    return Completion(token_ids, list(output.logprobs.logprobs), versions, reason, experts, _scores(request_output))
+
+
+def _scores(request_output: Any) -> list[PromptScore] | None:
+    if request_output.prompt_logprobs is None:
+        return None
+    scores = []
+    for position, token in zip(list(request_output.prompt_logprobs)[1:], request_output.prompt_token_ids[1:],
+                               strict=True):
+        top_id = max(position, key=lambda other: position[other].logprob)
+        scores.append(PromptScore(position[token].logprob, top_id, position[top_id].logprob))
+    return scores
 
 
 def _one_line(error: BaseException) -> str:

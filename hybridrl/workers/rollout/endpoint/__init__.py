@@ -1,0 +1,1 @@
+"""OpenAI's API in front of a rollout engine: for agents that play episodes, and for people."""

@@ -1,0 +1,141 @@
+"""An HTTP server in an event loop that answers whoever has a key.
+
+    POST /v1/chat/completions    POST /v1/completions    GET /v1/models
+
+A caller that hangs up ends its request in the engine, and so does a key that is withdrawn.
+"""
+
+import asyncio
+import json
+import secrets
+import time
+from collections.abc import AsyncIterator, Awaitable, Callable, Iterator
+from contextlib import asynccontextmanager
+from typing import Any
+
+from aiohttp import web
+
+from hybridrl.workers.rollout.endpoint.answers import Decode, chat_answer, chat_events, text_answer, text_events
+from hybridrl.workers.rollout.endpoint.caller import Caller
+from hybridrl.workers.rollout.endpoint.calls import ApiError, chat_call, parse, text_call
+
+MAX_BODY_BYTES = 16 << 20
+"""Longest call."""
+
+
+class Server:
+    """OpenAI's API for some callers.
+
+    Args:
+        decode: token ids to text, with special tokens.
+        model: the one name that `/v1/models` lists; calls may name any.
+    """
+
+    def __init__(self, decode: Decode, model: str):
+        self.model, self.url = model, ""
+        self._decode, self._created = decode, int(time.time())
+        self._callers: dict[str, Caller] = {}
+        self._tasks: dict[str, set[asyncio.Task]] = {}
+        self._runner: web.AppRunner | None = None
+
+    async def start(self, host: str, port: int) -> None:
+        """Listen; `url` says where. Port 0 takes any free one. Raises OSError when the port is taken."""
+        app = web.Application(client_max_size=MAX_BODY_BYTES, middlewares=[self._in_shape])
+        app.router.add_post("/v1/chat/completions", self._chat)
+        app.router.add_post("/v1/completions", self._text)
+        app.router.add_get("/v1/models", self._models)
+        app.router.add_get("/v1/models/{model:.+}", self._models)
+        self._runner = web.AppRunner(app, access_log=None, handler_cancellation=True, handle_signals=False,
+                                     shutdown_timeout=1.0)
+        await self._runner.setup()
+        site = web.TCPSite(self._runner, host, port)
+        await site.start()
+        self.url = f"http://{host}:{self._runner.addresses[0][1]}/v1"
+
+    @asynccontextmanager
+    async def admitted(self, caller: Caller, key: str = "") -> AsyncIterator[str]:
+        """A key that is good meanwhile, a new secret one unless it is given; its calls end with it."""
+        key = key or secrets.token_urlsafe(24)
+        self._callers[key], self._tasks[key] = caller, set()
+        try:
+            yield key
+        finally:
+            del self._callers[key]
+            tasks = self._tasks.pop(key)
+            for task in tasks:
+                task.cancel()
+            if tasks:
+                await asyncio.wait(tasks, timeout=1.0)
+
+    async def close(self) -> None:
+        """Stop listening."""
+        if self._runner is not None:
+            await self._runner.cleanup()
+
+    # ---- routes
+
+    @web.middleware
+    async def _in_shape(self, request: web.Request, handler: Callable[[web.Request], Awaitable[web.StreamResponse]]
+                        ) -> web.StreamResponse:
+        """Who calls, and errors as OpenAI writes them."""
+        try:
+            key = self._key(request)
+            task = asyncio.current_task()
+            assert task is not None, "handlers run in tasks"
+            self._tasks[key].add(task)
+            try:
+                return await handler(request)
+            finally:
+                if key in self._tasks:
+                    self._tasks[key].discard(task)
+        except ApiError as refused:
+            error = refused
+        except web.HTTPRequestEntityTooLarge:
+            error = ApiError(f"The body must have at most {MAX_BODY_BYTES} bytes.", code="request_too_large",
+                             status=413)
+        except web.HTTPException as found:
+            error = ApiError(f"{request.method} {request.path} is not offered here: {found.reason}.",
+                             status=found.status)
+        return web.json_response(error.body, status=error.status)
+
+    def _key(self, request: web.Request) -> str:
+        scheme, _, key = request.headers.get("Authorization", "").partition(" ")
+        if scheme.lower() != "bearer" or key not in self._callers:
+            raise ApiError("The API key is unknown, or its episode is over.", code="invalid_api_key", status=401)
+        return key
+
+    async def _chat(self, request: web.Request) -> web.StreamResponse:
+        call = chat_call(parse(await request.read()))
+        answer = await self._callers[self._key(request)].answer_chat(call)
+        shaped: Any = (call, answer, self._decode, f"chatcmpl-{secrets.token_hex(12)}")
+        if call.stream:
+            return await _streamed(request, chat_events(*shaped))
+        return web.json_response(chat_answer(*shaped))
+
+    async def _text(self, request: web.Request) -> web.StreamResponse:
+        call = text_call(parse(await request.read()))
+        answers = await self._callers[self._key(request)].answer_text(call)
+        shaped: Any = (call, answers, self._decode, f"cmpl-{secrets.token_hex(12)}")
+        if call.stream:
+            return await _streamed(request, text_events(*shaped))
+        return web.json_response(text_answer(*shaped))
+
+    async def _models(self, request: web.Request) -> web.Response:
+        model = {"id": self.model, "object": "model", "created": self._created, "owned_by": "hybridrl"}
+        if "model" not in request.match_info:
+            return web.json_response({"object": "list", "data": [model]})
+        if request.match_info["model"] != self.model:
+            raise ApiError(f"There is no model {request.match_info['model'][:80]!r}, only {self.model!r}.", "model",
+                           "model_not_found", 404)
+        return web.json_response(model)
+
+
+async def _streamed(request: web.Request, events: Iterator[dict[str, Any]]) -> web.StreamResponse:
+    """Server-sent events, all at once: the response is whole by then."""
+    response = web.StreamResponse(headers={"Content-Type": "text/event-stream", "Cache-Control": "no-cache"})
+    await response.prepare(request)
+    for event in events:
+        await response.write(f"data: {json.dumps(event)}\n\n".encode())
+    await response.write(b"data: [DONE]\n\n")
+    await response.write_eof()
+    return response

@@ -1,0 +1,23 @@
+"""A rollout engine with the weights of a folder, which stay as they are: for judges and for serving."""
+
+from typing import Any
+
+import torch
+
+from hybridrl.config import ModelConfig, RolloutConfig
+from hybridrl.models import resolve_model, stop_ids
+from hybridrl.workers.rollout.engine import RolloutEngine
+from hybridrl.workers.rollout.transformers_engine import TransformersEngine
+from hybridrl.workers.rollout.vllm_engine import VLLMEngine, rollout_dtype
+
+
+def frozen_engine(model: ModelConfig, rollout: RolloutConfig, tokenizer: Any, device: torch.device,
+                  seed: int = 0) -> RolloutEngine:
+    """The engine of `rollout.engine`, ready to sample. Raises ModelError when the folder can't be used."""
+    folder = resolve_model(model.path)
+    stop = stop_ids(folder, tokenizer)
+    if rollout.engine == "transformers":
+        dtype = getattr(torch, rollout_dtype(rollout, device))
+        return TransformersEngine(folder, device, dtype, stop, rollout.max_running, model.trust_remote_code,
+                                  frozen=True)
+    return VLLMEngine(folder, rollout, device, stop, model.trust_remote_code, seed, frozen=True)

@@ -1,0 +1,21 @@
+"""Serve a model with OpenAI's API: for `lm-eval`, for any client, and to try an agent before it is trained.
+
+    python -m recipes.serve policy.model.path=models/my-model port=8000 api_key=local
+"""
+
+from hybridrl.command_line import recipe
+from hybridrl.config import ClusterConfig, ServeConfig
+from hybridrl.controller.cluster import Cluster
+from hybridrl.controller.worker_group import WorkerGroup
+from hybridrl.workers.served import ServedWorker
+
+
+@recipe("serve", ServeConfig)
+def main(cfg: ServeConfig) -> None:
+    """Serve a model with OpenAI's API until Ctrl-C; the first line printed says where, and the key."""
+    with Cluster(ClusterConfig(backend="local")) as cluster:
+        WorkerGroup(ServedWorker, cluster.pool(), cfg, role="served").serve()
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,140 @@
+"""Agents that call the policy with OpenAI's client, unmodified; and some that misbehave."""
+
+import json
+import os
+import threading
+import time
+
+import openai
+
+
+def talk(task, base_url, api_key, model, turns=2):
+    """`turns` calls in one conversation; returns the number of characters said."""
+    client = openai.OpenAI(base_url=base_url, api_key=api_key, max_retries=0)
+    messages = [{"role": "system", "content": "play"}, {"role": "user", "content": f"begin {task.data}"}]
+    said = 0
+    for turn in range(turns):
+        message = client.chat.completions.create(model=model, messages=messages).choices[0].message
+        said += len(message.content)
+        messages += [message, {"role": "user", "content": f"turn {turn} <|im_end|>"}]
+    return said
+
+
+def script(task, base_url, api_key, model):
+    """What the task's data names: {"do": name}."""
+    client = openai.OpenAI(max_retries=0)  # where and with what key: from the environment, as anyone would
+    return {name: function for name, function in globals().items() if name.startswith("do_")}[
+        "do_" + task.data["do"]](client, task)
+
+
+def say(client, *contents, **options):
+    messages = [{"role": ("user", "assistant")[i % 2], "content": content} for i, content in enumerate(contents)]
+    return client.chat.completions.create(model="any", messages=messages, **options).choices[0].message.content
+
+
+def do_nothing(client, task):
+    return 1.0
+
+
+def do_raise(client, task):
+    say(client, "hello")
+    raise ValueError("asked to raise")
+
+
+def do_hang(client, task):
+    say(client, "hello")
+    time.sleep(3600)
+
+
+def do_die(client, task):
+    say(client, "hello")
+    os._exit(3)
+
+
+def do_exit(client, task):
+    raise SystemExit("asked to exit")
+
+
+def do_object(client, task):
+    say(client, "hello")
+    return object()
+
+
+def do_nan(client, task):
+    say(client, "hello")
+    return float("nan")
+
+
+def do_none(client, task):
+    say(client, "hello")
+
+
+def do_text(client, task):
+    return "7" + say(client, "hello")[:0]
+
+
+def do_fine(client, task):
+    say(client, "hello")
+    return 0.5
+
+
+def do_endless(client, task):
+    while True:
+        say(client, "hello")
+
+
+def do_overflow(client, task):
+    say(client, "hello")
+    say(client, "x" * 5000)
+
+
+def do_restart(client, task):
+    """A second conversation that is no continuation of the first."""
+    first = say(client, "hello")
+    say(client, "hello", "not what you said", "and now?")
+    say(client, "hello", first, "and now?")
+    return 2.0
+
+
+def do_parallel(client, task):
+    """Calls at the same time."""
+    threads = [threading.Thread(target=say, args=(client, f"number {i % 2}")) for i in range(4)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    return 1.0
+
+
+def do_leave(client, task):
+    """Hang up in the middle of a call."""
+    say(client, "hello")
+    try:
+        say(client.with_options(timeout=0.2), "slow")
+    except openai.APITimeoutError:
+        return 3.0
+
+
+def do_text_calls(client, task):
+    prompt = "once"
+    for _ in range(2):
+        prompt += client.completions.create(model="any", prompt=prompt, max_tokens=8).choices[0].text + " and"
+    return json.dumps(len(prompt))
+
+
+class Stateful:
+    """An agent that is a class, with a coroutine."""
+
+    def __init__(self, reward: float = 1.0):
+        self.reward, self.count = reward, 0
+
+    async def __call__(self, task, **access):
+        async with openai.AsyncOpenAI(base_url=access["base_url"], api_key=access["api_key"]) as client:
+            await client.chat.completions.create(model=access["model"], messages=[{"role": "user", "content": "hi"}])
+        self.count += 1
+        return self.reward
+
+
+def where():
+    """Where the process finds OpenAI's API."""
+    return json.dumps([os.environ.get(name) for name in ("OPENAI_BASE_URL", "OPENAI_API_KEY", "NO_PROXY", "no_proxy")])

@@ -1,0 +1,298 @@
+"""Agents written with OpenAI's client as environments: what they call becomes exact rows, whatever they do."""
+
+import collections
+import json
+import math
+import os
+import time
+
+import pytest
+import torch
+
+from hybridrl.batch import lengths, num_rows, padded, rows_of
+from hybridrl.config import EnvironmentConfig, RolloutConfig
+from hybridrl.controller.player import Player, episode_metrics
+from hybridrl.environments.binding import bind
+from hybridrl.errors import ConfigError, EpisodeError
+from hybridrl.workers.rollout.episodes import EpisodeRunner
+from tests.unit.environments.chats import KINDS, TEMPLATES, chat_tokenizer
+from tests.unit.environments.engines import ScriptedEngine
+from tests.unit.environments.test_episodes import play, sampled_in, scripted
+from tests.unit.environments.test_pool import alive
+
+AGENTS = "tests.unit.environments.agents"
+
+
+@pytest.fixture
+def runner():
+    """`runner(engine, tokenizer, agent, ...)`: a runner of an agent of `agents.py` that is closed after the test."""
+    made = []
+
+    def make(engine, tokenizer, agent="script", rollout=None, options=None, reward="", limits=None, **further):
+        rollout = rollout or RolloutConfig(max_prompt_tokens=200, max_response_tokens=400)
+        cfg = EnvironmentConfig(name="agent", **(limits or {}), options={
+            "function": f"{AGENTS}:{agent}", "options": options or {}, "reward": reward, **further})
+        made.append(EpisodeRunner(engine, tokenizer, rollout, cfg))
+        return made[-1]
+
+    yield make
+    for one in made:
+        one.close()
+
+
+def doing(*names):
+    return [{"do": name} for name in names]
+
+
+def served_by(engine):
+    return collections.Counter((tuple(fed), tuple(c.token_ids), tuple(torch.tensor(c.log_probs).tolist()))
+                               for fed, c in engine.served)
+
+
+def says(tokenizer, *texts):
+    """An engine that says these texts one after the other, whatever it is asked."""
+    order = iter(texts * 100)
+
+    def script(prompt, rng):
+        return [*tokenizer(next(order), add_special_tokens=False)["input_ids"], tokenizer.eos_token_id]
+
+    return ScriptedEngine([1], [tokenizer.eos_token_id], script=script)
+
+
+# ---- rows
+
+
+@pytest.mark.parametrize("template", [*TEMPLATES, None])
+def test_every_token_is_the_one_that_was_sampled_after_what_was_fed(runner, template):
+    """Three calls in one conversation, over tokenizers and templates; templates that rewrite split it into rows."""
+    for kind in KINDS:
+        tokenizer = chat_tokenizer(kind, template or "chatml")
+        engine = scripted(tokenizer)
+        batch = play(runner(engine, tokenizer, "talk", options={"turns": 3},
+                            limits={"chat_template": template is not None}), 6)
+        assert set(batch["reward_error"]) == {None}
+        assert collections.Counter(sampled_in(batch)) == served_by(engine)
+        assert len(set(batch["trajectory_ids"].tolist())) == 6
+        assert sum(map(len, batch["turns"])) == 18
+        if template in ("chatml", None):
+            assert num_rows(batch) == 6
+        # the number of characters that the agent saw, on the last token of the last row
+        for trajectory, reward in zip(batch["trajectory_ids"].tolist(), batch["rewards"].tolist(), strict=True):
+            rows = [i for i, other in enumerate(batch["trajectory_ids"].tolist()) if other == trajectory]
+            placed = [rows_of(batch["token_rewards"])[i] for i in rows]
+            assert sum(float(row.sum()) for row in placed) == pytest.approx(reward) == float(placed[-1][-1])
+
+
+def test_what_is_fed_is_what_the_template_writes_of_the_callers_messages(runner):
+    tokenizer = chat_tokenizer("bytes")
+    engine = says(tokenizer, "one", "two <x>")
+    batch = play(runner(engine, tokenizer, "talk"), 1)
+    messages = [{"role": "system", "content": "play"}, {"role": "user", "content": "begin None"},
+                {"role": "assistant", "content": "one"}, {"role": "user", "content": "turn 0 <|im_end|>"},
+                {"role": "assistant", "content": "two <x>"}]
+    whole = tokenizer.decode(rows_of(batch["prompt_ids"])[0].tolist() + rows_of(batch["response_ids"])[0].tolist())
+    assert whole + "\n" == tokenizer.apply_chat_template(messages, tokenize=False)
+    written = rows_of(batch["response_ids"])[0].tolist()
+    assert written.count(tokenizer.eos_token_id) == 3  # two responses and the end of the turn between, not its text
+    assert [turn["action"] for turn in batch["turns"][0]] == ["one", "two <x>"]
+    assert batch["rewards"].tolist() == [len("one") + len("two <x>")]
+
+
+def test_a_call_that_is_no_continuation_begins_a_row_of_the_same_trajectory(runner):
+    """`hello`; another history; then the first conversation goes on: the rows end in the order of their last turns."""
+    tokenizer = chat_tokenizer("bytes")
+    engine = says(tokenizer, "one", "two", "three")
+    batch = play(runner(engine, tokenizer), 1, task=doing("restart"))
+    assert [[turn["action"] for turn in turns] for turns in batch["turns"]] == [["two"], ["one", "three"]]
+    assert batch["trajectory_ids"].tolist() == [0, 0] and batch["rewards"].tolist() == [2.0, 2.0]
+    assert padded(batch["token_rewards"]).sum(1).tolist() == [0.0, 2.0]
+    assert "not what you said" in tokenizer.decode(rows_of(batch["prompt_ids"])[0])
+    assert collections.Counter(sampled_in(batch)) == served_by(engine)
+
+
+def test_calls_at_the_same_time_are_rows_of_their_own(runner):
+    tokenizer = chat_tokenizer("bytes")
+    engine = scripted(tokenizer)
+    batch = play(runner(engine, tokenizer), 3, task=doing("parallel") * 3)
+    assert num_rows(batch) == 12 and set(batch["reward_error"]) == {None}
+    assert collections.Counter(sampled_in(batch)) == served_by(engine)
+
+
+def test_text_calls_go_on_with_their_row(runner):
+    tokenizer = chat_tokenizer("bytes")
+    engine = says(tokenizer, " upon", " a time")
+    batch = play(runner(engine, tokenizer, reward="exact"), 1, task=doing("text_calls"), answer=["24"])
+    assert num_rows(batch) == 1 and batch["rewards"].tolist() == [1.0]
+    assert tokenizer.decode(rows_of(batch["prompt_ids"])[0]) == "once"
+    assert batch["response"][0] == " upon and a time"
+
+
+def test_tool_calls_go_there_and_back_without_a_new_row(runner):
+    """The example's agent: a call, its result, an answer; and a call that can't be read is the answer."""
+    tokenizer = chat_tokenizer("bytes")
+    call = 'so <tool_call>{"name": "calculator", "arguments": {"expression": "6*7"}}</tool_call>'
+    engine = says(tokenizer, call, "it is 42")
+    one = EpisodeRunner(engine, tokenizer, RolloutConfig(max_prompt_tokens=300, max_response_tokens=400),
+                        EnvironmentConfig(name="agent", options={"function": "recipes.agents.calculator:solve",
+                                                                 "reward": "numeric"}))
+    try:
+        batch = play(one, 1, prompt=["6*7?"], answer=["42"])
+        assert [turn["action"] for turn in batch["turns"][0]] == [call, "it is 42"] and num_rows(batch) == 1
+        assert batch["turns"][0][1]["observation"] == [
+            {"role": "tool", "tool_call_id": "call_1_0", "content": "42"}]
+        assert batch["rewards"].tolist() == [1.0]
+        engine.script = lambda ids, rng: [*tokenizer("<tool_call>{42", add_special_tokens=False)["input_ids"],
+                                          tokenizer.eos_token_id]
+        batch = play(one, 1, prompt=["6*7?"], answer=["42"])
+        assert [len(turns) for turns in batch["turns"]] == [1] and batch["rewards"].tolist() == [1.0]
+    finally:
+        one.close()
+
+
+def test_a_class_is_built_once_and_may_be_a_coroutine(runner):
+    tokenizer = chat_tokenizer("bytes")
+    batch = play(runner(scripted(tokenizer), tokenizer, "Stateful", options={"reward": 0.25},
+                        limits={"max_running_episodes": 1}), 3)
+    assert batch["rewards"].tolist() == [0.25] * 3
+
+
+# ---- rewards, ends
+
+
+def test_what_is_returned_and_what_is_rewarded(runner):
+    tokenizer = chat_tokenizer("bytes")
+    one = runner(says(tokenizer, "say 5"), tokenizer, reward="numeric")
+    batch = play(one, 4, task=doing("fine", "none", "text", "text"), answer=["5", "5", "7", "5"])
+    assert batch["rewards"].tolist() == [1.5, 1.0, 1.0, 0.0]
+    assert set(batch["finish_reason"]) == {"done"}
+
+
+def test_limits_end_an_episode_without_failing_it(runner):
+    tokenizer = chat_tokenizer("bytes")
+    one = runner(says(tokenizer, "5"), tokenizer, reward="numeric", limits={"max_turns": 3})
+    batch = play(one, 2, task=doing("endless", "overflow"), answer=["5", "5"])
+    assert set(batch["reward_error"]) == {None}
+    assert [reason for reason, _ in zip(batch["finish_reason"], batch["turns"], strict=True)] == [
+        "max_turns"] * 3 + ["overflow"]
+    assert batch["rewards"].tolist() == [1.0] * 4
+    unrewarded = play(runner(says(tokenizer, "5"), tokenizer, limits={"max_turns": 3}), 1, task=doing("endless"))
+    assert unrewarded["rewards"].tolist() == [0.0] * 3
+    cut = ScriptedEngine([5], [tokenizer.eos_token_id], script=lambda ids, rng: [5] * 50)
+    batch = play(runner(cut, tokenizer, limits={"max_turn_tokens": 4}), 1, task=doing("fine"))
+    assert list(batch["finish_reason"]) == ["length"] and lengths(batch["response_ids"]).tolist() == [4]
+
+
+# ---- faults
+
+
+def test_each_fault_costs_its_own_episode_and_is_counted(runner):
+    tokenizer = chat_tokenizer("bytes")
+    faults = {"raise": "raised", "hang": "timeout", "die": "died", "exit": "raised", "object": "invalid",
+              "nan": "invalid", "none": "invalid", "text": "invalid", "nothing": "invalid"}
+    one = runner(scripted(tokenizer), tokenizer, limits={"episode_timeout_s": 4.0})
+    tasks = doing(*faults, *["fine"] * 5)
+    batch = play(one, len(tasks), task=tasks)
+    assert num_rows(batch) == len(tasks)
+    kinds = [str(error).partition(":")[0] for error in batch["reward_error"]]
+    assert kinds == [*faults.values(), *["None"] * 5], list(batch["reward_error"])
+    assert [math.isnan(reward) for reward in batch["rewards"].tolist()] == [True] * len(faults) + [False] * 5
+    assert "asked to raise (agents.py" in batch["reward_error"][0]
+    assert "made" not in batch["reward_error"][-1 - 5] and "got no response" in batch["reward_error"][len(faults) - 1]
+    assert episode_metrics(batch)["episodes/failed_invalid"] == 5
+    pids = {session._pid for session in one._pool._idle}
+    one.close()
+    assert pids and not [pid for pid in pids if alive(pid)]
+
+
+def test_who_hangs_up_ends_the_request_and_may_ask_again(runner):
+    """The second call is never answered: it is cancelled in the engine when the agent leaves, and leaves no tokens."""
+    tokenizer = chat_tokenizer("bytes")
+    engine = scripted(tokenizer)
+    add = engine.add
+
+    def never_slow(request_id, request):
+        add(request_id, request)
+        if "slow" in tokenizer.decode(list(request.prompt_ids)):
+            engine.running[request_id][0] = 10**9
+
+    engine.add = never_slow
+    batch = play(runner(engine, tokenizer), 1, task=doing("leave"))
+    assert batch["rewards"].tolist() == [3.0] and num_rows(batch) == 1
+    assert collections.Counter(sampled_in(batch)) == served_by(engine)
+    engine.generate([])
+    assert not engine.running
+
+
+def test_a_call_in_flight_ends_with_its_episode(runner):
+    tokenizer = chat_tokenizer("bytes")
+    engine = scripted(tokenizer)
+    add = engine.add
+
+    def never(request_id, request):
+        add(request_id, request)
+        engine.running[request_id][0] = 10**9
+
+    engine.add = never
+    one = runner(engine, tokenizer, limits={"episode_timeout_s": 2.0})
+    began = time.monotonic()
+    batch = play(one, 2, task=doing("fine", "fine"))
+    assert time.monotonic() - began < 60
+    assert [error.partition(":")[0] for error in batch["reward_error"]] == ["timeout"] * 2
+    engine.generate([])
+    assert not engine.running and not one._server._callers and not one._server._tasks
+
+
+def test_too_many_failures_are_one_clear_error(runner):
+    tokenizer = chat_tokenizer("bytes")
+    one = runner(scripted(tokenizer), tokenizer)
+
+    class Policy:
+        def play(self, batch, cfg, temperature=None):
+            return play(one, num_rows(batch), task=list(batch["task"]))
+
+    from hybridrl.batch import make_batch
+    with pytest.raises(EpisodeError, match=r"3 of 3 episodes failed \(3 invalid\).*the first: invalid: run: the agent "
+                                           "got no response"):
+        Player(one.cfg)(Policy(), make_batch(task=doing("nothing") * 3))
+
+
+# ---- options
+
+
+@pytest.mark.parametrize(("options", "said"), [
+    ({}, "environment 'agent' needs 'function'"),
+    ({"function": "solve"}, "must be an import path, package.module:function, got 'solve'"),
+    ({"function": "no.such:thing"}, "can't import 'no.such'"),
+    ({"function": f"{AGENTS}:tolk"}, "Unknown function in module .* 'tolk'. Did you mean talk"),
+    ({"function": f"{AGENTS}:talk", "options": {"turn": 2}}, "Unknown option of agent .* 'turn'. Did you mean turns"),
+    ({"function": f"{AGENTS}:talk", "options": {"model": "x"}}, "Unknown option of agent"),
+    ({"function": f"{AGENTS}:say"}, "agent .* needs 'client'"),
+    ({"function": f"{AGENTS}:Stateful", "options": {"rewards": 1}}, "can't be built with options"),
+    ({"function": "collections:OrderedDict"}, "needs a method __call__"),
+    ({"function": f"{AGENTS}:talk", "format": "hermit"}, "Unknown format of tool calls 'hermit'. Did you mean hermes"),
+    ({"function": f"{AGENTS}:talk", "reward": "numerical"}, "Unknown reward function 'numerical'"),
+    ({"function": f"{AGENTS}:talk", "reward_options": {"a": 1}}, "must be empty without a reward function")])
+def test_options_that_do_not_fit_are_refused_before_anything_starts(options, said):
+    with pytest.raises(ConfigError, match=said):
+        bind("agent", options)
+
+
+def test_a_system_prompt_is_the_agents_own_business(runner):
+    with pytest.raises(ConfigError, match="system_prompt must be empty for environment 'agent'"):
+        runner(scripted(tokenizer := chat_tokenizer("bytes")), tokenizer, limits={"system_prompt": "hi"})
+
+
+def test_the_processes_environment_names_the_policy():
+    from hybridrl.environments.agent import Access, AgentEnvironment
+    from hybridrl.environments.environment import Task
+
+    kept = dict(os.environ)
+    try:
+        os.environ["NO_PROXY"] = "example.org"
+        environment = AgentEnvironment(f"{AGENTS}:where")
+        environment.run(Task(), Access("http://127.0.0.1:1/v1", "secret", "policy"))
+        assert environment._returned == json.dumps(
+            ["http://127.0.0.1:1/v1", "secret", "example.org,127.0.0.1", "127.0.0.1"])
+    finally:
+        os.environ.clear()
+        os.environ.update(kept)
