@@ -31,6 +31,8 @@ def _parser() -> argparse.ArgumentParser:
                          "[token|log-prob gap], <v3> where another weight version begins")
     command.add_argument("--gap", type=float, default=LARGE_GAP, metavar="NATS",
                          help="mark log-prob gaps from this size on (default: %(default)s)")
+    command.add_argument("--evaluation", action="store_true",
+                         help="responses of the run's evaluations instead of those it trained on")
     command.set_defaults(function=show)
     return parser
 

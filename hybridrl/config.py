@@ -32,6 +32,12 @@ def check_temperature(key: str, value: float) -> None:
     check(value == 0 or 0.01 <= value <= 2, key, value, "0, or from 0.01 to 2")
 
 
+def check_k(key: str, ks: list[int], samples: int, what: str) -> None:
+    """Raise ConfigError unless each k has enough responses."""
+    for k in ks:
+        check(1 <= k <= samples, key, ks, f"from 1 to {what}={samples}")
+
+
 def check_seed(value: int, key: str = "seed") -> None:
     """Raise ConfigError unless every generator takes this seed; vLLM's have the narrowest range."""
     check(0 <= value < 2**32, key, value, f"from 0 to {2**32 - 1}")
@@ -465,6 +471,10 @@ class RewardConfig:
     """Processes that run the functions."""
     timeout_s: float = 10.0
     """Longest run of one call, in seconds; a longer one is killed and its row has no reward."""
+    cache: list[str] = field(default_factory=list)
+    """Parts that score equal content once and remember the score: any of `functions`, `model` and `judge`."""
+    cache_size: int = 100_000
+    """Scores that each of these remembers; those that were not needed for longest are dropped."""
 
     @property
     def learned(self) -> dict[str, RewardModelConfig | JudgeConfig]:
@@ -472,26 +482,50 @@ class RewardConfig:
         parts: dict[str, RewardModelConfig | JudgeConfig] = {"model": self.model, "judge": self.judge}
         return {name: part for name, part in parts.items() if part.path}
 
-    def validate(self) -> None:
-        check(bool(self.functions or self.learned), "reward.functions", self.functions,
-              "at least one function while neither reward.model.path nor reward.judge.path is given")
-        check(self.workers >= 1, "reward.workers", self.workers, "at least 1")
-        check(self.timeout_s > 0, "reward.timeout_s", self.timeout_s, "positive")
+    @property
+    def enabled(self) -> bool:
+        """Whether anything scores."""
+        return bool(self.functions or self.learned)
 
-    def check_placement(self, cluster: ClusterConfig, rollout: RolloutConfig) -> None:
+    def validate(self, key: str = "reward") -> None:
+        check(self.enabled, f"{key}.functions", self.functions,
+              f"at least one function while neither {key}.model.path nor {key}.judge.path is given")
+        check(self.workers >= 1, f"{key}.workers", self.workers, "at least 1")
+        check(self.timeout_s > 0, f"{key}.timeout_s", self.timeout_s, "positive")
+        for part in self.cache:
+            check_choice(f"{key}.cache", part, ("functions", "model", "judge"))
+            check(bool(self.functions) if part == "functions" else part in self.learned, f"{key}.cache", self.cache,
+                  f"without {part}, as there is none")
+        check("judge" not in self.cache or self.judge.rollout.temperature == 0, f"{key}.cache", self.cache,
+              f"without judge while {key}.judge.rollout.temperature draws each of its answers")
+        check(self.cache_size >= 1, f"{key}.cache_size", self.cache_size, "at least 1")
+
+    def check_placement(self, cluster: ClusterConfig, rollout: RolloutConfig, key: str = "reward") -> None:
         """Raise ConfigError unless model and judge fit the cluster, beside a policy with that rollout engine."""
         for name, part in self.learned.items():
             if cluster.backend == "local":
-                check(part.ranks == 0, f"reward.{name}.ranks", part.ranks, "0 with cluster.backend=local")
+                check(part.ranks == 0, f"{key}.{name}.ranks", part.ranks, "0 with cluster.backend=local")
         judge = self.judge
         if judge.path:
             ranks, shared = judge.ranks or cluster.ranks, judge.rollout.tensor_parallel
-            key = "reward.judge.rollout.tensor_parallel"
-            check(ranks % shared == 0, key, shared, f"a divisor of its {ranks} ranks")
+            name = f"{key}.judge.rollout.tensor_parallel"
+            check(ranks % shared == 0, name, shared, f"a divisor of its {ranks} ranks")
             if not judge.ranks and judge.rollout.engine == rollout.engine == "vllm":
-                check(shared == rollout.tensor_parallel, key, shared,
+                check(shared == rollout.tensor_parallel, name, shared,
                       f"policy.rollout.tensor_parallel={rollout.tensor_parallel} in the policy's processes "
-                      "(reward.judge.ranks gives the judge its own)")
+                      f"({key}.judge.ranks gives the judge its own)")
+
+
+@dataclass(kw_only=True, slots=True)
+class OptionalRewardConfig(RewardConfig):
+    """Rewards that may be left out."""
+
+    functions: list[RewardFunctionConfig] = field(default_factory=list)
+    """Reward functions."""
+
+    def validate(self, key: str = "reward") -> None:
+        if self.enabled:
+            RewardConfig.validate(self, key)
 
 
 @dataclass(kw_only=True, slots=True)
@@ -703,13 +737,18 @@ class TrainerConfig:
     prompts_per_step: int = 16
     """Prompts drawn for one step."""
     eval_every: int = 0
-    """Steps between evaluations on `eval_data`; 0 evaluates only before the first and after the last step."""
+    """Steps between evaluations on `eval_data` and `eval_suites`; 0 evaluates only before the first and after the last
+    step."""
     eval_samples: int = 1
     """Responses per evaluation problem."""
     eval_temperature: float = 0.0
     """Sampling temperature of evaluations; 0 takes the most likely token."""
+    eval_greedy: bool = False
+    """Take the likeliest response to each problem, too."""
+    eval_k: list[int] = field(default_factory=list)
+    """The k of avg@k, pass@k and maj@k, each at most `eval_samples`."""
     eval_prompts: int = 256
-    """Problems of one evaluation: the first of `eval_data`."""
+    """Problems of one evaluation: the first of `eval_data`, and of each suite."""
     checkpoint_every: int = 0
     """Steps between checkpoints; 0 saves only at the end and when interrupted."""
     keep_checkpoints: int = 2
@@ -732,6 +771,9 @@ class TrainerConfig:
         for name in ("eval_samples", "eval_prompts", "keep_checkpoints"):
             check(getattr(self, name) >= 1, f"trainer.{name}", getattr(self, name), "at least 1")
         check_temperature("trainer.eval_temperature", self.eval_temperature)
+        check(not self.eval_greedy or self.eval_temperature > 0, "trainer.eval_greedy", self.eval_greedy,
+              "false with eval_temperature=0, which takes the likeliest response")
+        check_k("trainer.eval_k", self.eval_k, self.eval_samples, "eval_samples")
         for tracker in self.trackers:
             check_choice("trainer.trackers", tracker, ("tensorboard", "wandb", "mlflow"))
 
@@ -751,6 +793,49 @@ class EvalDataConfig(DataConfig):
     def validate(self, key: str = "eval_data") -> None:
         if self.enabled:
             DataConfig.validate(self, key)
+
+
+@dataclass(kw_only=True, slots=True)
+class SuiteConfig:
+    """Problems to evaluate on, and what scores the responses."""
+
+    name: str = ""
+    """Name in metrics and results: letters, digits, `-` and `_`."""
+    data: EvalDataConfig = field(default_factory=EvalDataConfig)
+    """The problems."""
+    reward: OptionalRewardConfig = field(default_factory=OptionalRewardConfig)
+    """How responses are scored; without functions, model or judge as the recipe scores its own."""
+    environment: EnvironmentConfig = field(default_factory=EnvironmentConfig)
+    """Play episodes in this environment instead, which scores them."""
+    samples: int = 0
+    """Responses per problem; 0 takes as many as of the recipe's own problems."""
+    k: list[int] = field(default_factory=list)
+    """The k of avg@k, pass@k and maj@k; empty takes the recipe's."""
+    max_prompts: int = 0
+    """Problems taken, from the first; 0 takes as many as the recipe says."""
+
+    @property
+    def scores(self) -> bool:
+        """Whether it says how responses are scored."""
+        return self.reward.enabled or self.environment.enabled
+
+    def validate(self, key: str = "suites") -> None:
+        check(bool(re.fullmatch(r"[\w-]+", self.name)), f"{key}.name", self.name, "letters, digits, - and _")
+        check(self.data.enabled, f"{key}.data.path", self.data.path, "a path (or data.task a reasoning-gym task)")
+        check(not (self.reward.enabled and self.environment.enabled), f"{key}.reward.functions", self.reward.functions,
+              "empty with an environment, which scores episodes")
+        check(self.samples >= 0, f"{key}.samples", self.samples, "at least 0")
+        check(self.max_prompts >= 0, f"{key}.max_prompts", self.max_prompts, "at least 0")
+
+
+def check_suites(key: str, suites: list[SuiteConfig], samples: int, ks: list[int], cluster: ClusterConfig,
+                 rollout: RolloutConfig) -> None:
+    """Raise ConfigError unless names differ, each k has enough responses, and models that score have a place."""
+    names = [suite.name for suite in suites]
+    for i, suite in enumerate(suites):
+        check(suite.name not in names[:i], f"{key}[{i}].name", suite.name, "a name that no other suite has")
+        check_k(f"{key}[{i}].k", suite.k or ks, suite.samples or samples, "the suite's samples")
+        suite.reward.check_placement(cluster, rollout, f"{key}[{i}].reward")
 
 
 @dataclass(kw_only=True, slots=True)
@@ -774,6 +859,8 @@ class GRPOConfig:
     """Prompts to train on."""
     eval_data: EvalDataConfig = field(default_factory=EvalDataConfig)
     """Held-out problems; evaluation is off while neither `path` nor `task` is given."""
+    eval_suites: list[SuiteConfig] = field(default_factory=list)
+    """More held-out problems, each suite with rewards or an environment of its own and its metrics under its name."""
     reward: RewardConfig = field(default_factory=RewardConfig)
     """How responses are scored."""
     algorithm: AlgorithmConfig = field(default_factory=AlgorithmConfig)
@@ -799,8 +886,10 @@ class GRPOConfig:
         prompts = self.trainer.prompts_per_step
         check(self.algorithm.mini_batches <= prompts, "algorithm.mini_batches", self.algorithm.mini_batches,
               f"at most trainer.prompts_per_step={prompts}")
-        check(self.eval_data.enabled or not self.trainer.eval_every, "trainer.eval_every", self.trainer.eval_every,
-              "0 while eval_data names no problems (set eval_data.path or eval_data.task)")
+        check(bool(self.eval_data.enabled or self.eval_suites or not self.trainer.eval_every), "trainer.eval_every",
+              self.trainer.eval_every, "0 while eval_data names no problems (set eval_data.path or eval_data.task)")
+        check_suites("eval_suites", self.eval_suites, self.trainer.eval_samples, self.trainer.eval_k, self.cluster,
+                     self.policy.rollout)
 
 
     def _check_reference(self, ranks: int) -> None:
@@ -894,13 +983,9 @@ class DistillOptionsConfig:
 
 
 @dataclass(kw_only=True, slots=True)
-class DistillRewardConfig(RewardConfig):
+class DistillRewardConfig(OptionalRewardConfig):
     functions: list[RewardFunctionConfig] = field(default_factory=list)
     """Reward functions; without any, model or judge every reward is 0 and the teacher alone is learnt from."""
-
-    def validate(self) -> None:
-        if self.functions or self.learned:
-            RewardConfig.validate(self)
 
 
 @dataclass(kw_only=True, slots=True)
@@ -922,9 +1007,9 @@ class DistillConfig(GRPOConfig):
               "false with a teacher, from which groups of equal rewards learn, too")
         if self.cluster.backend == "local":
             check(self.teacher.ranks == 0, "teacher.ranks", self.teacher.ranks, "0 with cluster.backend=local")
-        if self.eval_data.enabled:
-            check(bool(self.reward.functions or self.reward.learned), "reward.functions", self.reward.functions,
-                  "at least one function to evaluate with")
+        scored_here = self.eval_data.enabled or not all(suite.scores for suite in self.eval_suites)
+        check(self.reward.enabled or not scored_here, "reward.functions", self.reward.functions,
+              "at least one function to evaluate with")
 
 
 @dataclass(kw_only=True, slots=True)
@@ -961,28 +1046,33 @@ class SFTConfig:
 
 @dataclass(kw_only=True, slots=True)
 class EvaluateConfig:
-    """Score a model on problems: pass@1, avg@k, pass@k, maj@k."""
+    """Score a model on suites of problems: accuracy, avg@k, pass@k, maj@k, each with a 95% interval."""
 
     seed: int = 0
     """Seed of sampling."""
     policy: PolicyConfig = field(default_factory=PolicyConfig)
     """The model and how it samples."""
-    data: DataConfig = field(default_factory=DataConfig)
-    """The problems."""
+    data: EvalDataConfig = field(default_factory=EvalDataConfig)
+    """The problems; may be left out where there are suites."""
     reward: RewardConfig = field(default_factory=RewardConfig)
     """How responses are scored; not used with an environment."""
     environment: EnvironmentConfig = field(default_factory=EnvironmentConfig)
     """Play episodes instead of single responses: the environment scores them."""
+    suites: list[SuiteConfig] = field(default_factory=list)
+    """More problems, each suite with rewards or an environment of its own, or those above."""
     cluster: ClusterConfig = field(default_factory=ClusterConfig)
     """Where workers run."""
     max_prompts: int = 0
     """Problems taken, from the first; 0 takes all."""
     samples_per_prompt: int = 1
-    """Responses per problem."""
-    k: list[int] = field(default_factory=lambda: [1])
-    """The k of avg@k, pass@k and maj@k."""
+    """Responses per problem, at `policy.rollout.temperature`."""
+    greedy: bool = False
+    """Take the likeliest response to each problem, too."""
+    k: list[int] = field(default_factory=list)
+    """The k of avg@k, pass@k and maj@k, each at most `samples_per_prompt`."""
     output: str = ""
-    """JSONL file for the scored responses; empty writes none."""
+    """Folder for `results.json`, `config.yaml` and the scored responses, `samples.jsonl`, which `hybridrl show` prints;
+    a name that ends in `.jsonl` writes the responses alone to that file; empty writes nothing."""
 
     def validate(self) -> None:
         check_seed(self.seed)
@@ -991,11 +1081,18 @@ class EvaluateConfig:
         self.reward.check_placement(self.cluster, self.policy.rollout)
         check(self.max_prompts >= 0, "max_prompts", self.max_prompts, "at least 0")
         check(self.samples_per_prompt >= 1, "samples_per_prompt", self.samples_per_prompt, "at least 1")
-        for k in self.k:
-            check(1 <= k <= self.samples_per_prompt, "k", self.k,
-                  f"from 1 to samples_per_prompt={self.samples_per_prompt}")
-        folder = Path(self.output).expanduser().absolute().parent
-        check(not self.output or folder.is_dir(), "output", self.output, "a file in a folder that exists")
+        check_k("k", self.k, self.samples_per_prompt, "samples_per_prompt")
+        temperature = self.policy.rollout.temperature
+        check(not self.greedy or temperature > 0, "greedy", self.greedy,
+              f"false with policy.rollout.temperature={temperature:g}, which takes the likeliest response")
+        check(bool(self.data.enabled or self.suites), "data.path", self.data.path,
+              "a path (or data.task a reasoning-gym task) without suites")
+        check_suites("suites", self.suites, self.samples_per_prompt, self.k, self.cluster, self.policy.rollout)
+        path = Path(self.output).expanduser().absolute()
+        check(not self.output or path.parent.is_dir(), "output", self.output, "a file in a folder that exists")
+        is_file = path.suffix == ".jsonl"
+        check(not path.is_dir() if is_file else not path.is_file() or not self.output, "output", self.output,
+              "no folder's name when it ends in .jsonl" if is_file else "no file's name unless it ends in .jsonl")
 
 
 @dataclass(kw_only=True, slots=True)

@@ -1,6 +1,7 @@
 """Metrics: named numbers, `group/name`, one set a step.
 
-Names under `time/` and `memory/` describe the machine; all others are the same in a run repeated with one seed.
+Names under `time/`, `memory/` and `cache/` describe how a result came about; all others are the same in a run repeated
+with one seed.
 """
 
 import json
@@ -10,7 +11,7 @@ from pathlib import Path
 
 from hybridrl.errors import DataError
 
-MACHINE = ("time/", "memory/")
+MACHINE = ("time/", "memory/", "cache/")
 """Prefixes of metrics that differ from one execution to the next."""
 
 PEAK = "_peak_bytes"
@@ -30,7 +31,7 @@ def average(parts: Sequence[Mapping[str, float]]) -> dict[str, float]:
 
 
 def deterministic(metrics: Mapping[str, float]) -> dict[str, float]:
-    """The metrics that do not describe the machine."""
+    """The metrics that are the same whenever a run is repeated."""
     return {name: value for name, value in metrics.items() if not name.startswith(MACHINE)}
 
 

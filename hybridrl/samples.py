@@ -74,15 +74,15 @@ class Sample:
                      turn.get("reward"), turn.get("info")) for messages, turn in zip(shown, turns, strict=True)]
 
 
-def read_samples(run: str | Path) -> list[Sample]:
-    """The samples of a run's folder in order; lines that were cut short are left out.
+def read_samples(run: str | Path, evaluation: bool = False) -> list[Sample]:
+    """The samples of a run's folder in order, or those of its evaluations; lines that were cut short are left out.
 
     Raises DataError when the folder is none of a run, or has no samples.
     """
     folder = Path(run).expanduser()
-    file = folder / "samples.jsonl"
+    file = folder / ("eval_samples.jsonl" if evaluation else "samples.jsonl")
     if not file.is_file():
-        raise DataError(_no_samples(folder))
+        raise DataError(_no_samples(folder, file.name))
     counts: dict[int, int] = {}
     samples = []
     for line in _objects(file):
@@ -129,9 +129,9 @@ def _spread(runs: list[list[Any]] | None, count: int) -> list[Any]:
     return [None] * count if runs is None else [value for value, times in runs for _ in range(times)]
 
 
-def _no_samples(folder: Path) -> str:
+def _no_samples(folder: Path, file: str) -> str:
     if (folder / "config.yaml").is_file():
-        return f"Run {folder} has no samples.jsonl; it has {', '.join(sorted(f.name for f in folder.iterdir()))}."
+        return f"Run {folder} has no {file}; it has {', '.join(sorted(f.name for f in folder.iterdir()))}."
     what = "is no run's folder: it has no samples.jsonl" if folder.is_dir() else "is no folder"
     near = folder if folder.is_dir() else folder.parent
     runs = sorted(str(file.parent) for file in near.glob("*/samples.jsonl"))

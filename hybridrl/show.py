@@ -25,7 +25,7 @@ LARGE_GAP = 0.1
 
 
 def show(run: str | Path, step: int | None = None, row: int | None = None, sort: str = "step", tokens: bool = False,
-         gap: float = LARGE_GAP, console: Console | None = None) -> None:
+         gap: float = LARGE_GAP, evaluation: bool = False, console: Console | None = None) -> None:
     """Print the samples of a run as a table, or with `row` one of them.
 
     Args:
@@ -34,12 +34,13 @@ def show(run: str | Path, step: int | None = None, row: int | None = None, sort:
         sort: `step`, or `reward`: highest first, rows without one last.
         tokens: print the tokens of a row with their marks.
         gap: from which size on, in nats, a log-prob gap is marked.
+        evaluation: the samples of the run's evaluations instead of those it trained on.
     Raises DataError when there is nothing to show, saying what there is.
     """
     if tokens and row is None:
         raise DataError("Tokens are shown of one row: name it, for instance --row 0.")
     console = console or Console(highlight=False)
-    chosen = choose(read_samples(run), step, row)
+    chosen = choose(read_samples(run, evaluation), step, row)
     if row is not None:
         return _print_episode(console, Path(run).expanduser(), chosen[0], tokens, gap)
     if sort == "reward":
@@ -49,17 +50,18 @@ def show(run: str | Path, step: int | None = None, row: int | None = None, sort:
 
 def _table(samples: Sequence[Sample]) -> Table:
     table = Table(box=None, pad_edge=False)
-    agents = any(sample.line.get("agent") not in (None, "agent") for sample in samples)
+    extra = [name for name, usual in (("suite", None), ("agent", "agent"))
+             if any(sample.line.get(name) not in (None, usual) for sample in samples)]
     for name in ("step", "row", "reward", "turns", "tokens"):
         table.add_column(name, justify="right", no_wrap=True)
-    for name in ("finish", *["agent"] * agents):
+    for name in ("finish", *extra):
         table.add_column(name, no_wrap=True)
     table.add_column("prompt", no_wrap=True, overflow="ellipsis")
     for sample in samples:
         prompt = " ".join(_content(message) for message in sample.prompt[-1:])
         cells = [str(sample.step), str(sample.row), _number(sample.reward), str(len(sample.turns)),
                  str(len(sample.tokens)) if "tokens" in sample.line else "-", sample.line.get("finish_reason") or "-",
-                 *[sample.line.get("agent") or "-"] * agents, " ".join(prompt.split())[:PROMPT_CHARS]]
+                 *[sample.line.get(name) or "-" for name in extra], " ".join(prompt.split())[:PROMPT_CHARS]]
         table.add_row(*(Text(printable(str(cell))) for cell in cells))
     return table
 
@@ -109,7 +111,8 @@ def _say(console: Console, text: str | Text, style: str = "") -> None:
 
 def _facts(sample: Sample) -> Iterator[str]:
     line = sample.line
-    facts = {"reward": _number(sample.reward), "finish": line.get("finish_reason"), "agent": line.get("agent"),
+    facts = {"reward": _number(sample.reward), "finish": line.get("finish_reason"), "suite": line.get("suite"),
+             "agent": line.get("agent"),
              "weight versions": ", ".join(str(v) for v in line.get("weight_versions") or [] if v != -1)}
     yield f"step {sample.step}  row {sample.row}  " + "  ".join(f"{name} {value}" for name, value in facts.items()
                                                                  if value)

@@ -27,6 +27,7 @@ from hybridrl.controller.cluster import Cluster
 from hybridrl.controller.evaluation import Evaluation, respond
 from hybridrl.controller.reward_groups import reward_groups
 from hybridrl.controller.run import Run
+from hybridrl.controller.suites import Suites
 from hybridrl.controller.worker_group import WorkerGroup
 from hybridrl.data import PromptLoader, load_prompts, row_seeds
 from hybridrl.metrics import average
@@ -39,13 +40,13 @@ from hybridrl.workers.teacher import TeacherWorker
 @recipe("distill", DistillConfig)
 def main(cfg: DistillConfig) -> None:
     """On-policy distillation: learn from a larger teacher on the policy's own samples."""
-    rewards = Rewarder(cfg.reward)
+    rewards, suites = Rewarder(cfg.reward), Suites(cfg.eval_suites)
     algorithm = Algorithm(cfg.algorithm, cfg.policy.rollout.max_response_tokens, columns=["teacher_log_probs"],
                           reward_weights=rewards.weights)
     check_distillation(cfg.distill, algorithm, rewards.components)
     tokenizer = load_tokenizer(cfg.policy.model)
     check_same_vocabulary(tokenizer, load_tokenizer(cfg.teacher.model))
-    with Run(cfg, "distill") as run, rewards, Cluster(cfg.cluster, run.log_dir) as cluster:
+    with Run(cfg, "distill") as run, rewards, suites, Cluster(cfg.cluster, run.log_dir) as cluster:
         pool = cluster.pool()
         longest = cfg.policy.rollout.max_prompt_tokens
         data = load_prompts(cfg.data, tokenizer, longest)
@@ -54,15 +55,16 @@ def main(cfg: DistillConfig) -> None:
         if cfg.eval_data.enabled:
             problems = load_prompts(cfg.eval_data, tokenizer, longest, "eval_data").held_out(data)
         rewards.groups = reward_groups(cfg.reward, cfg.policy, cluster, pool, cfg.seed)
+        suites.load(cfg.policy, tokenizer, cluster, pool, cfg.seed, data)
         own = cluster.pool(cfg.teacher.ranks) if cfg.teacher.ranks else pool
         teacher = WorkerGroup(TeacherWorker, own, cfg.teacher, cfg.distill, cfg.policy.model, role="teacher")
         policy = WorkerGroup(PolicyWorker, pool, cfg.policy, cfg.seed, role="policy")
         if cfg.trainer.dry_run:
             rows = cfg.trainer.prompts_per_step * cfg.algorithm.responses_per_prompt
             run.say(policy.dry_run(rows, longest, cfg.policy.rollout.max_response_tokens, algorithm.loss)[0])
-        evaluate = Evaluation(cfg, run, partial(respond, policy, rewards), problems)
+        evaluate = Evaluation(cfg, run, partial(respond, policy, rewards), problems, suites.ready(policy))
         parts = {"policy": policy, "prompts": prompts, "algorithm": algorithm}
-        if run.restore(**parts) == 0 and problems is not None:
+        if run.restore(**parts) == 0 and evaluate.suites:
             run.log(0, evaluate(0))
         version = policy.sync_weights()[0]
 

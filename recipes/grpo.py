@@ -22,6 +22,7 @@ from hybridrl.controller.cluster import Cluster
 from hybridrl.controller.evaluation import Evaluation, respond
 from hybridrl.controller.reward_groups import reward_groups
 from hybridrl.controller.run import Run
+from hybridrl.controller.suites import Suites
 from hybridrl.controller.worker_group import WorkerGroup
 from hybridrl.data import PromptLoader, load_prompts, row_seeds
 from hybridrl.metrics import average
@@ -34,9 +35,9 @@ from hybridrl.workers.trainer import ReferenceWorker
 @recipe("grpo", GRPOConfig)
 def main(cfg: GRPOConfig) -> None:
     """Reinforcement learning from verifiable rewards: GRPO, Dr. GRPO, RLOO, REINFORCE and others by `algorithm=`."""
-    rewards = Rewarder(cfg.reward)
+    rewards, suites = Rewarder(cfg.reward), Suites(cfg.eval_suites)
     algorithm = Algorithm(cfg.algorithm, cfg.policy.rollout.max_response_tokens, reward_weights=rewards.weights)
-    with Run(cfg, "grpo") as run, rewards, Cluster(cfg.cluster, run.log_dir) as cluster:
+    with Run(cfg, "grpo") as run, rewards, suites, Cluster(cfg.cluster, run.log_dir) as cluster:
         pool = cluster.pool()
         tokenizer = load_tokenizer(cfg.policy.model)
         longest = cfg.policy.rollout.max_prompt_tokens
@@ -46,6 +47,7 @@ def main(cfg: GRPOConfig) -> None:
         if cfg.eval_data.enabled:
             problems = load_prompts(cfg.eval_data, tokenizer, longest, "eval_data").held_out(data)
         rewards.groups = reward_groups(cfg.reward, cfg.policy, cluster, pool, cfg.seed)
+        suites.load(cfg.policy, tokenizer, cluster, pool, cfg.seed, data)
         policy = WorkerGroup(PolicyWorker, pool, cfg.policy, cfg.seed, role="policy")
         reference = None
         if algorithm.needs_reference:  # adapters off, a policy is the model it started from
@@ -56,9 +58,9 @@ def main(cfg: GRPOConfig) -> None:
         if cfg.trainer.dry_run:
             rows = cfg.trainer.prompts_per_step * cfg.algorithm.responses_per_prompt
             run.say(policy.dry_run(rows, longest, cfg.policy.rollout.max_response_tokens, algorithm.loss)[0])
-        evaluate = Evaluation(cfg, run, partial(respond, policy, rewards), problems)
+        evaluate = Evaluation(cfg, run, partial(respond, policy, rewards), problems, suites.ready(policy))
         parts = {"policy": policy, "prompts": prompts, "algorithm": algorithm}
-        if run.restore(**parts) == 0 and problems is not None:
+        if run.restore(**parts) == 0 and evaluate.suites:
             run.log(0, evaluate(0))
         version = policy.sync_weights()[0]
 

@@ -20,6 +20,7 @@ from hybridrl.controller.cluster import Cluster
 from hybridrl.controller.evaluation import Evaluation, respond
 from hybridrl.controller.reward_groups import reward_groups
 from hybridrl.controller.run import Run
+from hybridrl.controller.suites import Suites
 from hybridrl.controller.worker_group import WorkerGroup
 from hybridrl.data import PromptLoader, load_prompts, row_seeds
 from hybridrl.metrics import average
@@ -33,11 +34,11 @@ from hybridrl.workers.trainer import ReferenceWorker
 @recipe("ppo", PPOConfig)
 def main(cfg: PPOConfig) -> None:
     """Reinforcement learning with a critic: PPO with generalized advantage estimation."""
-    rewards = Rewarder(cfg.reward)
+    rewards, suites = Rewarder(cfg.reward), Suites(cfg.eval_suites)
     algorithm = Algorithm(cfg.algorithm, cfg.policy.rollout.max_response_tokens, has_critic=True,
                           reward_weights=rewards.weights)
     value_loss = ValueLoss(cfg.critic.value_clip or None)
-    with Run(cfg, "ppo") as run, rewards, Cluster(cfg.cluster, run.log_dir) as cluster:
+    with Run(cfg, "ppo") as run, rewards, suites, Cluster(cfg.cluster, run.log_dir) as cluster:
         pool = cluster.pool()
         own = cluster.pool(cfg.critic.ranks) if cfg.critic.ranks else pool  # too many devices fail before a model loads
         tokenizer = load_tokenizer(cfg.policy.model)
@@ -48,6 +49,7 @@ def main(cfg: PPOConfig) -> None:
         if cfg.eval_data.enabled:
             problems = load_prompts(cfg.eval_data, tokenizer, longest, "eval_data").held_out(data)
         rewards.groups = reward_groups(cfg.reward, cfg.policy, cluster, pool, cfg.seed)
+        suites.load(cfg.policy, tokenizer, cluster, pool, cfg.seed, data)
         policy = WorkerGroup(PolicyWorker, pool, cfg.policy, cfg.seed, role="policy")
         critic = WorkerGroup(CriticWorker, own, cfg.critic.model, cfg.critic.training, role="critic")
         reference = None
@@ -59,9 +61,9 @@ def main(cfg: PPOConfig) -> None:
             rows = cfg.trainer.prompts_per_step * cfg.algorithm.responses_per_prompt
             run.say(policy.dry_run(rows, longest, cfg.policy.rollout.max_response_tokens, algorithm.loss)[0])
             run.say(critic.dry_run(rows, longest, cfg.policy.rollout.max_response_tokens)[0])
-        evaluate = Evaluation(cfg, run, partial(respond, policy, rewards), problems)
+        evaluate = Evaluation(cfg, run, partial(respond, policy, rewards), problems, suites.ready(policy))
         parts = {"policy": policy, "critic": critic, "prompts": prompts, "algorithm": algorithm}
-        if run.restore(**parts) == 0 and problems is not None:
+        if run.restore(**parts) == 0 and evaluate.suites:
             run.log(0, evaluate(0))
         version = policy.sync_weights()[0]
 

@@ -26,7 +26,7 @@ from hybridrl.algorithms.diagnostics import mismatch_metrics
 from hybridrl.algorithms.distillation import top_k_reverse_kl
 from hybridrl.algorithms.dynamic_sampling import GroupAccumulator, informative_rows
 from hybridrl.algorithms.entropy import AdaptiveEntropy, FixedEntropy, token_entropy
-from hybridrl.algorithms.evaluation import avg_at_k, maj_at_k, pass_at_k
+from hybridrl.algorithms.evaluation import avg_at_k, bootstrap_interval, maj_at_k, pass_at_k
 from hybridrl.algorithms.gae import gae_advantages
 from hybridrl.algorithms.group_advantages import (
     dr_grpo_advantages,
@@ -99,6 +99,7 @@ __all__ = [
     "approximate_old_log_probs",
     "avg_at_k",
     "batch_kl",
+    "bootstrap_interval",
     "cispo",
     "clip_cov",
     "compute_advantages",

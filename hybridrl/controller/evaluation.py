@@ -1,26 +1,32 @@
 """Held-out problems, answered on the rollout engine and scored."""
 
+import json
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from dataclasses import dataclass
 from typing import Any
 
-import torch
 from tensordict import TensorDict
 
-from hybridrl.algorithms.evaluation import avg_at_k, maj_at_k, pass_at_k
+from hybridrl.algorithms.evaluation import avg_at_k, bootstrap_interval, maj_at_k, pass_at_k
 from hybridrl.batch import num_rows, repeat, require, select
+from hybridrl.controller.run_folder import LineFile
+from hybridrl.controller.samples import evenly, sample_of
 from hybridrl.data import PromptSet, row_seeds
 from hybridrl.rewards.numbers import final_number_text
 
 SEED_STEP = -1
 """Step under which evaluation draws its sampling seeds: training steps count from 1, so none is shared."""
+OWN = "data"
+"""What files and results call the suite of the recipe's own problems."""
 CORRECT = 1.0
 """A response whose reward is at least this solved its problem."""
-
 
 Responder = Callable[[TensorDict, float | None], TensorDict]
 """Answers a batch at a temperature and scores the answers: `partial(respond, policy, rewards)`, or with an environment
 `partial(play, policy)`."""
+Scores = list[tuple[float, str]]
+"""Reward and vote of each scored response to a problem."""
 
 
 def respond(policy: Any, rewards: Any, batch: TensorDict, temperature: float | None = None) -> TensorDict:
@@ -40,33 +46,109 @@ def answer(responder: Responder, problems: PromptSet, samples: int, seed: int, l
     return responder(batch, temperature)
 
 
+@dataclass(frozen=True, slots=True)
+class Plan:
+    """How problems are answered: `samples` responses to each of the first `limit` (0: all) at `temperature` (None: that
+    of the rollout engine), with `greedy` the likeliest one, too; `ks` are the k of avg@k, pass@k and maj@k."""
+
+    samples: int
+    ks: Sequence[int]
+    limit: int
+    temperature: float | None
+    greedy: bool
+    seed: int
+
+
+@dataclass(frozen=True, slots=True)
+class Suite:
+    """Named problems, what answers and scores them, and what differs from the plan for all; None and 0 leave that."""
+
+    name: str
+    problems: PromptSet
+    responder: Responder | None = None
+    samples: int = 0
+    ks: Sequence[int] = ()
+    limit: int = 0
+
+    def answer(self, plan: Plan, responder: Responder) -> "Answers":
+        """Answer and score the problems, with `responder` unless the suite has its own."""
+        responder, samples = self.responder or responder, self.samples or plan.samples
+        limit = self.limit or plan.limit
+        sampled = answer(responder, self.problems, samples, plan.seed, limit, plan.temperature)
+        greedy = answer(responder, self.problems, 1, plan.seed, limit, 0.0) if plan.greedy else None
+        return Answers(sampled, greedy, self.ks or plan.ks, plan.seed)
+
+
+@dataclass(frozen=True, slots=True)
+class Answers:
+    """The scored responses to a suite: `sampled` ones, and the likeliest to each problem if that was asked for."""
+
+    sampled: TensorDict
+    greedy: TensorDict | None
+    ks: Sequence[int]
+    seed: int
+
+    @property
+    def metrics(self) -> dict[str, float]:
+        """`evaluation_metrics` of the sampled responses, and of the likeliest ones as `greedy/...`."""
+        metrics = evaluation_metrics(self.sampled, self.ks, self.seed)
+        if self.greedy is not None:
+            greedy = evaluation_metrics(self.greedy, (), self.seed)
+            metrics |= {f"greedy/{name}": value for name, value in greedy.items()}
+        return metrics
+
+    def samples(self, step: int, suite: str, wanted: int | None = None) -> Iterator[str]:
+        """Lines of `samples.jsonl` with the responses, `wanted` of each kind (None: all)."""
+        for batch in (self.sampled, self.greedy):
+            rows = num_rows(batch) if batch is not None else 0
+            for row in range(rows) if wanted is None else evenly(rows, wanted):
+                sample = sample_of(step, batch, row) | {"suite": suite, "greedy": batch is self.greedy}
+                yield json.dumps(sample, default=str, ensure_ascii=False)
+
+
 class Evaluation:
-    """`eval/accuracy` on held-out problems: before the first step, after the last, and every `trainer.eval_every`.
+    """Metrics `eval/...` on held-out problems: before the first step, after the last, and every `trainer.eval_every`.
+
+    Training is the same whether it is evaluated or not: neither its data nor its sampling seeds depend on it.
 
     Args:
         cfg: a recipe's options, with `trainer` and `seed`.
-        run: counts the seconds. responder: answers and scores.
-        problems: None turns evaluation off.
+        run: counts the seconds; its folder gets `eval_samples.jsonl`, `trainer.save_samples` responses of each suite.
+        responder: answers and scores.
+        problems: of `eval_data`, for `eval/accuracy` and the like; None when there are none.
+        suites: for `eval/<suite>/accuracy` and the like.
     """
 
-    def __init__(self, cfg: Any, run: Any, responder: Responder, problems: PromptSet | None):
-        self.cfg, self.run, self.responder, self.problems = cfg, run, responder, problems
+    def __init__(self, cfg: Any, run: Any, responder: Responder, problems: PromptSet | None = None,
+                 suites: Sequence[Suite] = ()):
+        trainer = cfg.trainer
+        self.trainer, self.run, self.responder = trainer, run, responder
+        self.suites = [Suite("", problems), *suites] if problems is not None else list(suites)
+        self.plan = Plan(trainer.eval_samples, trainer.eval_k, trainer.eval_prompts, trainer.eval_temperature,
+                         trainer.eval_greedy, cfg.seed)
 
     def __call__(self, step: int) -> dict[str, float]:
-        """The metrics of a step; empty when it is not due."""
-        trainer = self.cfg.trainer
-        due = step in (0, trainer.steps) or trainer.eval_every and step % trainer.eval_every == 0
-        if self.problems is None or not due:
-            return {}
-        with self.run.phase("evaluate"):
-            batch = answer(self.responder, self.problems, trainer.eval_samples, self.cfg.seed,
-                           trainer.eval_prompts, trainer.eval_temperature)
-        return {"eval/accuracy": accuracy(batch)}
+        """The metrics of a step; empty when it is not due, or there is nothing to evaluate on."""
+        last, every = self.trainer.steps, self.trainer.eval_every
+        due = step in (0, last) or every and step % every == 0
+        metrics: dict[str, float] = {}
+        samples: list[str] = []
+        for suite in self.suites if due else ():
+            with self.run.phase("evaluate"):
+                answers = suite.answer(self.plan, self.responder)
+            prefix = f"eval/{suite.name}/" if suite.name else "eval/"
+            metrics |= {f"{prefix}{name}": value for name, value in answers.metrics.items()}
+            samples += answers.samples(step, suite.name or OWN, self.trainer.save_samples)
+        if samples:
+            self._write(step, samples)
+        return metrics
 
-
-def accuracy(batch: TensorDict) -> float:
-    """Mean reward of the scored responses or trajectories; NaN when none could be scored."""
-    return float(torch.nanmean(one_row_each(batch)["rewards"].double()))
+    def _write(self, step: int, samples: Iterable[str]) -> None:
+        lines = LineFile(self.run.dir / "eval_samples.jsonl")
+        lines.cut(step - 1)  # of a session that went further before this one resumed
+        for sample in samples:
+            lines.write(sample)
+        lines.close()
 
 
 def one_row_each(batch: TensorDict) -> TensorDict:
@@ -77,43 +159,58 @@ def one_row_each(batch: TensorDict) -> TensorDict:
     return select(batch, list(last.values()))
 
 
-def evaluation_metrics(batch: TensorDict, ks: Sequence[int]) -> dict[str, float]:
-    """pass@1, and avg@k, pass@k and maj@k for each k, averaged over problems with at least k scored responses.
+def evaluation_metrics(batch: TensorDict, ks: Sequence[int] = (), seed: int = 0) -> dict[str, float]:
+    """Scores averaged over problems, each with the ends of its 95% interval as `<name>_low` and `<name>_high`.
 
-    A response is correct when its reward is at least 1; avg@k is the mean reward. maj@k votes with the response's
-    final number, or its text where it has none.
+    accuracy is the mean reward of a problem's scored responses. pass@1, and avg@k, pass@k and maj@k for each k, are of
+    the problems with at least k scored responses: a response is correct when its reward is at least 1; avg@k is the
+    mean reward; maj@k votes with the response's final number, or its text where it has none. A score that no problem
+    has, and the interval of fewer than two problems, is NaN. Also: problems, responses, unscored.
 
     Args:
         batch: `rewards`, `group_ids` and `response` of whole groups. Of a trajectory that is several rows, the last
             counts.
+        seed: of the intervals, see `bootstrap_interval`.
     """
     require(batch, "rewards", "group_ids", "response")
     batch = one_row_each(batch)
-    groups: dict[int, list[tuple[float, str]]] = {}
-    rows = zip(batch["group_ids"].tolist(), batch["rewards"].tolist(), batch["response"], strict=True)
-    for group, reward, response in rows:
-        groups.setdefault(group, [])
-        if not math.isnan(reward):
-            groups[group].append((reward, final_number_text(response) or response.strip()))
-    metrics = {}
+    groups = scores_by_problem(batch)
+    metrics = _with_interval("accuracy", [_avg(scores, 1) for scores in groups if scores], seed)
     for k in sorted({1, *ks}):
-        scored = [members for members in groups.values() if len(members) >= k]
+        enough = [scores for scores in groups if len(scores) >= k]
         for name, score in (("avg", _avg), ("pass", _pass), ("maj", _maj)):
-            if k > 1 or name == "pass":  # with one response the three are the same
-                metrics[f"{name}@{k}"] = sum(score(m, k) for m in scored) / len(scored) if scored else math.nan
+            if k > 1 or name == "pass":  # avg@1 is the accuracy, maj@1 is pass@1
+                metrics |= _with_interval(f"{name}@{k}", [score(scores, k) for scores in enough], seed)
     failed = sum(math.isnan(reward) for reward in batch["rewards"].tolist())
     return metrics | {"problems": len(groups), "responses": num_rows(batch), "unscored": failed}
 
 
-def _avg(members: list[tuple[float, str]], k: int) -> float:
-    return avg_at_k([reward for reward, _ in members], k)
+def scores_by_problem(batch: TensorDict) -> list[Scores]:
+    """The scored responses of each group, in order of the groups' first rows."""
+    groups: dict[int, Scores] = {}
+    rows = zip(batch["group_ids"].tolist(), batch["rewards"].tolist(), batch["response"], strict=True)
+    for group, reward, response in rows:
+        scores = groups.setdefault(group, [])
+        if not math.isnan(reward):
+            scores.append((reward, final_number_text(response) or response.strip()))
+    return list(groups.values())
 
 
-def _pass(members: list[tuple[float, str]], k: int) -> float:
-    return pass_at_k(len(members), sum(reward >= CORRECT for reward, _ in members), k)
+def _with_interval(name: str, scores: list[float], seed: int) -> dict[str, float]:
+    low, high = bootstrap_interval(scores, seed=seed)
+    mean = sum(scores) / len(scores) if scores else math.nan
+    return {name: mean, f"{name}_low": low, f"{name}_high": high}
 
 
-def _maj(members: list[tuple[float, str]], k: int) -> float:
-    correct = [reward >= CORRECT for reward, _ in members]
+def _avg(scores: Scores, k: int) -> float:
+    return avg_at_k([reward for reward, _ in scores], k)
+
+
+def _pass(scores: Scores, k: int) -> float:
+    return pass_at_k(len(scores), sum(reward >= CORRECT for reward, _ in scores), k)
+
+
+def _maj(scores: Scores, k: int) -> float:
+    correct = [reward >= CORRECT for reward, _ in scores]
     # A scorer may judge two texts with one final number differently: then they are two answers.
-    return maj_at_k([(text, right) for (_, text), right in zip(members, correct, strict=True)], correct, k)
+    return maj_at_k([(text, right) for (_, text), right in zip(scores, correct, strict=True)], correct, k)

@@ -13,6 +13,11 @@ DIGITS = 4
 """Of log-prob gaps, after the point."""
 
 
+def evenly(total: int, wanted: int) -> list[int]:
+    """Up to `wanted` of the rows 0 to total - 1, evenly spread."""
+    return sorted({i * total // wanted for i in range(wanted)}) if total else []
+
+
 def sample_of(step: int, batch: TensorDict, row: int) -> dict[str, Any]:
     """What is known about one row, as far as the batch has the columns; null where a value is no number.
 

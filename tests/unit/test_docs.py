@@ -2,7 +2,8 @@
 
 Fences: `python` is executed, with what it prints compared to the comment behind each print; `python loop` must also
 be lines of recipes/grpo.py; `python engines` runs with stand-ins for clusters and models; `python sketch` is compiled.
-A block without a language is a command line or overrides.
+A block without a language is a command line or overrides; `yaml` is a file of options, of recipes.grpo unless it names
+another recipe.
 """
 
 import ast
@@ -243,10 +244,11 @@ def test_command_lines_load(page, words, tables, monkeypatch):
     load(recipe, config.RECIPES[recipe], words)
 
 
-@pytest.mark.parametrize(("page", "info", "text"), each(PAGES, "yaml"))
+@pytest.mark.parametrize(("page", "info", "text"), each(PAGES, "yaml", "yaml evaluate"))
 def test_yaml_loads(page, info, text, tmp_path):
     (tmp_path / "own.yaml").write_text(text)
-    load("grpo", config.GRPOConfig, ["policy.model.path=m", "data.path=d"], tmp_path / "own.yaml")
+    recipe = info.partition(" ")[2] or "grpo"
+    load(recipe, config.RECIPES[recipe], ["policy.model.path=m", "data.path=d"], tmp_path / "own.yaml")
 
 
 @pytest.mark.parametrize("page", PAGES, ids=name_of)

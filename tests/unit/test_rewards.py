@@ -7,8 +7,10 @@ import signal
 import subprocess
 import sys
 import textwrap
+import threading
 import time
 from fractions import Fraction
+from types import SimpleNamespace
 
 import pytest
 import reasoning_gym as gym
@@ -19,8 +21,11 @@ from hybridrl.config import JudgeConfig, RewardConfig, RewardFunctionConfig, Rew
 from hybridrl.errors import BatchError, ConfigError, ModelError, RewardError
 from hybridrl.rewards import REWARDS, Rewarder
 from hybridrl.rewards.binding import bind
+from hybridrl.rewards.cache import ScoreCache, content_key
 from hybridrl.rewards.functions import exact, math_verify, numeric, reasoning_gym
 from hybridrl.rewards.numbers import final_number, final_number_text
+from hybridrl.rewards.pool import Outcome
+from tests.models import tiny_model
 
 # Numbers
 
@@ -147,6 +152,15 @@ def torch_loaded(response):
 
 def pid(response):
     return os.getpid()
+
+def noted(response, answer=None, task=None):
+    """The number of calls so far, noted in a file; `fail once` fails at its first call."""
+    with open(os.environ["NOTES"], "a") as notes:
+        notes.write(response + "\\n")
+    calls = open(os.environ["NOTES"]).read().split("\\n")[:-1]
+    if response == "fail once" and calls.count(response) == 1 or response == "fail":
+        raise ValueError("failed")
+    return len(calls)
 
 def changes_its_row(response, task):
     task["seen"] = task.get("seen", 0) + 1
@@ -555,3 +569,125 @@ def test_folders_are_checked_before_anything_starts(tmp_path):
             Rewarder(config("exact", model=RewardModelConfig(path=str(path))))
     with pytest.raises(ModelError, match="is neither a folder"):
         Rewarder(config("exact", judge=JudgeConfig(path=str(tmp_path / "gone"))))
+
+
+# Scores by content
+
+
+@pytest.fixture
+def notes(tmp_path, monkeypatch):
+    """`notes()`: the calls of `noted` since the last time, sorted."""
+    file = tmp_path / "notes"
+    monkeypatch.setenv("NOTES", str(file))
+
+    def calls():
+        found = file.read_text().splitlines() if file.exists() else []
+        file.write_text("")
+        return sorted(found)
+
+    calls()
+    return calls
+
+
+def test_equal_content_is_scored_once(own, notes):
+    with Rewarder(config(f"{own}:noted", workers=1, cache=["functions"])) as rewarder:
+        batch = make_batch(response=["a", "b", "a", "a"], answer=["1", "1", "1", "2"], task=[{"x": [1]}] * 4)
+        first = rewarder(batch)["rewards"].tolist()
+        assert notes() == ["a", "a", "b"] and first[0] == first[2] and len(set(first)) == 3
+        assert rewarder.metrics["cache/reward_functions"] == 1
+        assert rewarder(batch)["rewards"].tolist() == first
+        assert notes() == [] and rewarder.metrics["cache/reward_functions"] == 4
+        # 1 is not "1", and another task is another content, too
+        rewarder(make_batch(response=["a", "a"], answer=["1", 1], task=[{"x": [2]}, {"x": [1]}]))
+        assert notes() == ["a", "a"] and rewarder.metrics["cache/reward_functions"] == 0
+
+
+def test_failures_are_not_remembered_and_not_shared(own, notes):
+    with Rewarder(config(f"{own}:noted", workers=1, cache=["functions"])) as rewarder:
+        scored = rewarder(make_batch(response=["fail once", "a", "fail", "fail once", "fail", "fail once"],
+                                     answer=[None] * 6, task=[None] * 6))
+        assert notes() == ["a", "fail", "fail", "fail once", "fail once", "fail once"]
+        assert [error is None for error in rows_of(scored["reward_error"])] == [False, True, False, True, False, True]
+        assert rewarder.metrics["reward/failed"] == 3 and rewarder.metrics["cache/reward_functions"] == 0
+        scored = rewarder(make_batch(response=["fail", "fail once"], answer=[None] * 2, task=[None] * 2))
+        assert notes() == ["fail"] and not scored["rewards"][1].isnan()
+
+
+def test_rows_that_can_not_be_told_apart_are_scored_each(own, notes):
+    task = {"f": threading.Lock()}
+    with Rewarder(config(f"{own}:length", f"{own}:noted", cache=["functions"])) as rewarder:
+        scored = rewarder(make_batch(response=["a", "a", "b"], answer=[None] * 3, task=[task, task, {}]))
+        assert notes() == ["b"] and rewarder.metrics["cache/reward_functions"] == 0
+        assert "can't be sent to another process" in rows_of(scored["reward_error"])[1]
+
+
+def test_only_so_many_scores_are_remembered():
+    cache = ScoreCache(2)
+    keys = [content_key([text]) for text in "abc"]
+    assert cache.unknown([keys[0], keys[1], keys[0], None, None]) == [0, 1, 3, 4]
+    cache.complete(keys[:2], {0: Outcome([1.0]), 1: Outcome([2.0])})
+    assert cache.complete([keys[0]], {})[0].scores == [1.0]  # met again
+    full = cache.complete([keys[2], keys[0], keys[1]], {0: Outcome([3.0])})
+    assert [outcome.scores for outcome in full] == [[3.0], [1.0], [2.0]]
+    assert cache.unknown(keys) == [0], "the one that was not met for longest went"
+
+
+def test_contents_are_told_apart():
+    contents = [("ab", "c"), ("a", "bc"), ("abc",), (1,), (1.0,), (True,), ("1",), (None,), ([1, 2],), ([[1], 2],),
+                ({"a": 1},), ({"a": 2},), ()]
+    assert len({content_key(content) for content in contents}) == len(contents)
+    assert content_key(["x", [1, {"a": "b"}]]) == content_key(("x", [1, {"a": "b"}]))
+
+
+class Scorer:
+    """A worker group that scores the length of the response and notes which it was given; "?" has no score."""
+
+    def __init__(self):
+        self.asked = []
+        self.score = SimpleNamespace(future=self._score)
+
+    def _score(self, batch):
+        responses = rows_of(batch["response"])
+        self.asked.append(responses)
+        found = make_batch(scores=torch.tensor([math.nan if r == "?" else float(len(r)) for r in responses]),
+                           score_errors=["no verdict" if r == "?" else None for r in responses])
+        return SimpleNamespace(result=lambda: found)
+
+
+def test_models_and_judges_are_asked_once_about_equal_content(tmp_path):
+    folder = tiny_model(tmp_path / "judge", "llama")
+    cfg = RewardConfig(functions=[], judge=JudgeConfig(path=str(folder), weight=2.0), cache=["judge"])
+    batch = make_batch(response=["aa", "?", "aa", "b", "?"], prompt=["p"] * 5, answer=[None] * 5, seeds=[1, 2, 3, 4, 5],
+                       prompt_ids=[[1, 2]] * 5, response_ids=[[3], [4, 4], [5], [6], [7]])
+    with Rewarder(cfg) as rewarder:
+        rewarder.groups = {"judge": Scorer()}
+        for asked, hits in (([["aa", "?", "b"], ["?"]], 1), ([["?"], ["?"]], 3)):
+            scored = rewarder(batch)
+            assert rewarder.groups["judge"].asked == asked
+            assert scored["rewards"].nan_to_num(-1).tolist() == [4, -1, 4, 2, -1]
+            assert rewarder.metrics["cache/reward_judge"] == hits and rewarder.metrics["reward/judge_failed"] == 2
+            rewarder.groups["judge"].asked.clear()
+
+
+def test_a_reward_model_is_asked_again_about_other_tokens(tmp_path):
+    folder = tiny_model(tmp_path / "model", "llama", classifier=True)
+    cfg = RewardConfig(functions=[], model=RewardModelConfig(path=str(folder)), cache=["model"])
+    batch = make_batch(response=["a"] * 3, prompt=["p"] * 3, prompt_ids=[[1]] * 3, response_ids=[[3], [4], [3]])
+    with Rewarder(cfg) as rewarder:
+        rewarder.groups = {"model": Scorer()}
+        assert rewarder(batch)["rewards"].tolist() == [1, 1, 1]
+        assert rewarder.groups["model"].asked == [["a", "a"]] and rewarder.metrics["cache/reward_model"] == 1
+
+
+@pytest.mark.parametrize(("options", "message"), [
+    ({"cache": ["function"]}, r"reward\.cache: Unknown choice 'function'\. Did you mean functions\?"),
+    ({"cache": ["judge"]}, r"reward\.cache must be without judge, as there is none, got \['judge'\]"),
+    ({"functions": [], "judge": JudgeConfig(path="j"), "cache": ["functions"]}, "without functions, as there is none"),
+    ({"cache": ["functions"], "cache_size": 0}, r"reward\.cache_size must be at least 1, got 0")])
+def test_options_of_the_cache(options, message):
+    with pytest.raises(ConfigError, match=message):
+        validate_all(RewardConfig(**options), "reward")
+    judge = JudgeConfig(path="j")
+    judge.rollout.temperature = 0.7
+    with pytest.raises(ConfigError, match="without judge while reward.judge.rollout.temperature draws each"):
+        validate_all(RewardConfig(judge=judge, cache=["judge"]), "reward")

@@ -127,6 +127,15 @@ def test_agents_have_a_column_where_there_are_several(tmp_path):
     assert [row[6] for row in rows(text)] == ["-", "white"]
 
 
+def test_suites_have_a_column_and_evaluations_a_file_of_their_own(tmp_path):
+    run = write(tmp_path / "run", EPISODE)
+    (run / "eval_samples.jsonl").write_text("".join(
+        json.dumps(OLD | {"suite": name, "step": 10}) + "\n" for name in ("sums", "doubles")))
+    assert "suite" not in printed(run)
+    assert [line[5:7] for line in rows(printed(run, evaluation=True))] == [["stop", "sums"], ["stop", "doubles"]]
+    assert "suite doubles" in printed(run, evaluation=True, row=1)
+
+
 def test_cut_and_damaged_lines_are_left_out(tmp_path):
     run = write(tmp_path / "run", OLD)
     with open(run / "samples.jsonl", "a") as file:

@@ -5,6 +5,7 @@ import math
 import statistics
 from collections import Counter
 
+import numpy as np
 import pytest
 import torch
 from hypothesis import given, settings
@@ -17,6 +18,7 @@ from hybridrl.algorithms import (
     Moments,
     advantage_metrics,
     avg_at_k,
+    bootstrap_interval,
     explained_variance,
     finalize,
     group_metrics,
@@ -187,3 +189,45 @@ def test_avg_at_k_and_errors():
         maj_at_k(["a", "a"], [True, False], 1)
     with pytest.raises(ConfigError, match="as long"):
         maj_at_k(["a"], [True, False], 1)
+
+
+# ---- bootstrap intervals
+
+
+def test_the_interval_of_two_questions_is_worked_out():
+    """The mean of two draws from {0, 1} is 0, 1/2, 1 with probabilities 1/4, 1/2, 1/4."""
+    assert bootstrap_interval([0.0, 1.0]) == (0.0, 1.0)
+    assert bootstrap_interval([1.0, 0.0], level=0.4) == (0.5, 0.5)
+
+
+@pytest.mark.parametrize(("n", "solved"), [(20, 3), (100, 30), (400, 392)])
+def test_the_interval_of_right_and_wrong_is_that_of_the_binomial_distribution(n, solved):
+    p, total, quantiles = solved / n, 0.0, {}
+    for hits in range(n + 1):
+        total += math.comb(n, hits) * p**hits * (1 - p) ** (n - hits)
+        for level in (0.025, 0.975):
+            if total >= level:
+                quantiles.setdefault(level, hits / n)
+    found = bootstrap_interval([1.0] * solved + [0.0] * (n - solved))
+    assert found == pytest.approx(tuple(quantiles.values()), abs=1 / n)
+
+
+def test_the_interval_of_any_scores_is_that_of_drawing_questions():
+    scores = np.random.default_rng(1).gamma(0.7, size=40)
+    draws = np.random.default_rng(2).choice(scores, size=(20_000, 40)).mean(1)
+    expected = np.quantile(draws, [0.025, 0.975])
+    low, high = bootstrap_interval(scores.tolist())
+    assert abs(np.array([low, high]) - expected).max() < 0.05 * (expected[1] - expected[0])
+    assert bootstrap_interval(scores.tolist()) == (low, high)
+    assert bootstrap_interval(scores.tolist(), seed=1) != (low, high)
+    narrow = bootstrap_interval(scores.tolist(), level=0.5)
+    assert low < narrow[0] < narrow[1] < high
+
+
+def test_intervals_without_a_spread():
+    assert bootstrap_interval([0.25] * 7) == (0.25, 0.25)
+    for scores in ([], [1.0]):
+        assert all(map(math.isnan, bootstrap_interval(scores)))
+    for call in (lambda: bootstrap_interval([0, 1], level=1.0), lambda: bootstrap_interval([0, math.nan])):
+        with pytest.raises(ConfigError):
+            call()

@@ -8,7 +8,7 @@ import torch
 from hybridrl.algorithms.algorithm import Algorithm
 from hybridrl.batch import make_batch, num_rows, padded
 from hybridrl.config import AlgorithmConfig, Choice, EnvironmentConfig, RolloutConfig, validate_all
-from hybridrl.controller.evaluation import accuracy, evaluation_metrics
+from hybridrl.controller.evaluation import evaluation_metrics
 from hybridrl.controller.player import Player
 from hybridrl.errors import ConfigError, EpisodeError
 from hybridrl.workers.rollout.episode_rows import episode_batch, tasks_of
@@ -104,7 +104,7 @@ def test_a_trajectory_of_several_rows_counts_once(played):
     expected = torch.tensor([-0.7071, 0.7071, 0.7071])
     values = torch.stack([row[row.abs().argmax()] for row in padded(advantages)])
     torch.testing.assert_close(values, expected, atol=1e-4, rtol=0)
-    assert accuracy(batch) == pytest.approx((1.5 + 3) / 2)
+    assert evaluation_metrics(batch)["accuracy"] == pytest.approx((1.5 + 3) / 2)
 
 
 def test_turn_rewards_reach_turn_level_advantages(played):
@@ -144,8 +144,10 @@ def test_a_guessing_game_is_won_by_halving(played):
     assert batch["turns"][0][1]["observation"] == [{"role": "user", "content": "higher"}]
     assert batch["turns"][1][1]["state"] == {"hidden": 2, "from": 1, "to": 3, "left": 0}
     assert metrics["episodes/info/sensible"] == pytest.approx(4 / 5)
-    assert evaluation_metrics(batch, [1]) == {"pass@1": pytest.approx(2 / 3), "problems": 3, "responses": 3,
-                                              "unscored": 0}
+    found = evaluation_metrics(batch)
+    assert {name: value for name, value in found.items() if "_" not in name} == {
+        "accuracy": pytest.approx((1.5 + 0.25 + 1.25) / 3), "pass@1": pytest.approx(2 / 3), "problems": 3,
+        "responses": 3, "unscored": 0}
 
 
 def test_groups_play_the_same_task_and_numbers_of_episodes_go_on(played):
