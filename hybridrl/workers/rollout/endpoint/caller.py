@@ -182,9 +182,10 @@ class Caller:
         first = min(places)
         ends = first + min(len(one) for one in stop if text.startswith(one, first))
         low, high = 1, len(ids)
-        while low < high:  # fewest tokens whose text reaches that far
+        while low < high:  # fewest tokens whose text has it all; a part of a character's bytes is another one
             middle = (low + high) // 2
-            low, high = (low, middle) if len(self.text.plain(ids[:middle])) >= ends else (middle + 1, high)
+            whole = self.text.plain(ids[:middle])[:ends] == text[:ends]
+            low, high = (low, middle) if whole else (middle + 1, high)
         experts = None if completion.experts is None else completion.experts[:prompt_tokens + low - 1]
         kept = Completion(ids[:low], completion.log_probs[:low], completion.versions[:low], "stop", experts)
         return kept, text[:first]
