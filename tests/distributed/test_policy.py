@@ -322,6 +322,8 @@ def test_a_failure_names_role_rank_and_step(ray_cluster, folders):
 
 GUESSING = EnvironmentConfig(name="guess", options={"rules": "{low}-{high}?", "guesses": 2}, max_turn_tokens=3)
 VERIFYING = EnvironmentConfig(name="verifier", options={"function": "numeric"})
+CALLING = EnvironmentConfig(name="agent", max_turn_tokens=5,
+                            options={"function": "tests.unit.environments.agents:digits"})
 
 
 def guesses(rows: int):
@@ -343,6 +345,18 @@ def test_episodes_are_exact_whatever_the_layout(policies, fresh):
         assert batch["rewards"].tolist() == batches[0]["rewards"].tolist()
     observed = batches[0]["response_ids"].values()[~batches[0]["response_mask"].values()]
     assert 1 in observed.tolist()  # the end of a turn that was cut is the template's, not the policy's
+
+
+def test_agents_are_exact_whatever_the_layout(policies, fresh):
+    """An unmodified client, two calls an episode: the same rows on one rank, on two, and over two."""
+    batches = [policies(layout).log_probs(Player(CALLING)(policies(layout), guesses(6))) for layout in LAYOUTS]
+    for batch in batches:
+        mask = batch["response_mask"].values()
+        gap = (batch["rollout_log_probs"].values() - batch["old_log_probs"].values()).abs()
+        assert float(gap[mask].max()) < GAP and set(batch["weight_versions"].values()[~mask].tolist()) == {-1}
+        assert set(batch["reward_error"]) == {None} and [len(turns) for turns in batch["turns"]] == [2] * 6
+        for name in ("prompt_ids", "response_ids", "token_rewards"):
+            assert batch[name].values().tolist() == batches[0][name].values().tolist()
 
 
 def test_a_single_turn_is_what_generate_gives(policies, fresh):
@@ -376,6 +390,31 @@ def test_episodes_of_any_number_train(policies):
 
 
 # ---- resharding; from here on layouts have different weights
+
+def test_an_unmodified_client_trains_for_five_steps(policies, tmp_path):
+    """A mixture under the experts of its rollout; the reward is the share of digits, which rises."""
+    from hybridrl.algorithms.algorithm import Algorithm
+    from hybridrl.config import AlgorithmConfig
+
+    policy, play = policies("1", "qwen3_moe"), Player(CALLING)
+    algorithm, rewards = Algorithm(AlgorithmConfig(responses_per_prompt=16), 16), []
+    version = policy.sync_weights()[0]
+    for step in range(5):
+        batch = make_batch(group_ids=torch.arange(32) // 16, seeds=torch.arange(32) + 1000 * step)
+        batch = play(policy, batch)
+        if step == 0:
+            check_experts(policy, batch, tmp_path / "model")
+        mask = batch["response_mask"].values()
+        assert set(batch["weight_versions"].values()[mask].tolist()) == {version} and num_rows(batch) == 32
+        batch = algorithm.shape(policy.log_probs(batch))
+        assert (batch["rollout_log_probs"].values() - batch["old_log_probs"].values())[mask].abs().max() < GAP
+        rewards.append(float(batch["rewards"].mean()))
+        batch["advantages"] = algorithm.advantages(batch)
+        for mini_batch in algorithm.mini_batches(algorithm.correct(batch)):
+            assert finalize(policy.update(mini_batch, algorithm.loss))["routing/fallback_rows"] == 0
+        version = policy.sync_weights()[0]
+    assert rewards[-1] > rewards[0] + 0.1, rewards
+
 
 @pytest.mark.parametrize("kind", FAMILIES)
 def test_every_family_is_resharded(policies, kind):

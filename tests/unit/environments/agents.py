@@ -122,6 +122,17 @@ def do_text_calls(client, task):
     return json.dumps(len(prompt))
 
 
+def digits(base_url, api_key):
+    """Two calls in one conversation; the reward is the share of digits in what was said."""
+    client = openai.OpenAI(base_url=base_url, api_key=api_key)
+    messages, said = [{"role": "user", "content": "0?"}], ""
+    for _ in range(2):
+        message = client.chat.completions.create(model="any", messages=messages).choices[0].message
+        said += message.content
+        messages += [message, {"role": "user", "content": "+"}]
+    return sum(character.isdigit() for character in said) / max(len(said), 1)
+
+
 class Stateful:
     """An agent that is a class, with a coroutine."""
 
