@@ -804,9 +804,10 @@ class SuiteConfig:
     data: EvalDataConfig = field(default_factory=EvalDataConfig)
     """The problems."""
     reward: OptionalRewardConfig = field(default_factory=OptionalRewardConfig)
-    """How responses are scored; without functions, model or judge as the recipe scores its own."""
+    """How responses are scored; with an environment, on top of its rewards."""
     environment: EnvironmentConfig = field(default_factory=EnvironmentConfig)
-    """Play episodes in this environment instead, which scores them."""
+    """Play episodes in this environment, which scores them. With neither this nor `reward`, problems are answered and
+    scored as the recipe's own."""
     samples: int = 0
     """Responses per problem; 0 takes as many as of the recipe's own problems."""
     k: list[int] = field(default_factory=list)
@@ -822,8 +823,6 @@ class SuiteConfig:
     def validate(self, key: str = "suites") -> None:
         check(bool(re.fullmatch(r"[\w-]+", self.name)), f"{key}.name", self.name, "letters, digits, - and _")
         check(self.data.enabled, f"{key}.data.path", self.data.path, "a path (or data.task a reasoning-gym task)")
-        check(not (self.reward.enabled and self.environment.enabled), f"{key}.reward.functions", self.reward.functions,
-              "empty with an environment, which scores episodes")
         check(self.samples >= 0, f"{key}.samples", self.samples, "at least 0")
         check(self.max_prompts >= 0, f"{key}.max_prompts", self.max_prompts, "at least 0")
 

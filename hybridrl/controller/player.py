@@ -8,21 +8,24 @@ from tensordict import TensorDict
 
 from hybridrl.batch import num_rows, put, require
 from hybridrl.config import EnvironmentConfig
+from hybridrl.controller.played_rewards import add_rewards
 from hybridrl.environments.binding import bind
 from hybridrl.errors import EpisodeError
+from hybridrl.rewards import Rewarder
 
 
 class Player:
     """Plays a batch in an environment: `play(policy, batch)` in place of generating and scoring.
 
-    `metrics` describes the last call, see `episode_metrics`.
+    `rewards` are added to those of the environment, see `add_rewards`. `metrics` describes the last call: as of
+    `episode_metrics`, and those of `rewards`.
 
     Raises ConfigError: an unknown environment or option, an import that fails. Nothing starts before the first call.
     """
 
-    def __init__(self, cfg: EnvironmentConfig):
+    def __init__(self, cfg: EnvironmentConfig, rewards: Rewarder | None = None):
         bind(cfg.name, cfg.options)
-        self.cfg = cfg
+        self.cfg, self.rewards = cfg, rewards
         self.metrics: dict[str, float] = {}
         self._played = 0
 
@@ -37,6 +40,9 @@ class Player:
         played = policy.play(batch, self.cfg, temperature)
         self.metrics = episode_metrics(played)
         self._check(played, episodes)
+        if self.rewards is not None:
+            played = add_rewards(played, self.rewards)
+            self.metrics |= self.rewards.metrics
         return played
 
     def _check(self, played: TensorDict, episodes: int) -> None:

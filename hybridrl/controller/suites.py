@@ -31,8 +31,9 @@ class Suites:
 
     def __init__(self, cfgs: Sequence[SuiteConfig], key: str = "eval_suites"):
         self.cfgs, self.key = cfgs, key
-        self._players = {cfg.name: Player(cfg.environment) for cfg in cfgs if cfg.environment.enabled}
         self._rewarders = {cfg.name: Rewarder(cfg.reward) for cfg in cfgs if cfg.reward.enabled}
+        self._players = {cfg.name: Player(cfg.environment, self._rewarders.get(cfg.name))
+                         for cfg in cfgs if cfg.environment.enabled}
         self._problems: dict[str, PromptSet] = {}
 
     def __enter__(self) -> "Suites":

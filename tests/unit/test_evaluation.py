@@ -118,8 +118,6 @@ def test_rewards_and_environments_of_suites_are_checked_at_once():
     (["suites=[{name: a, data: {path: x}}, {name: a, data: {path: x}}]"], "suites[1].name must be a name that no"),
     (["suites=[{name: a, data: {path: x}, k: [2]}]"], "suites[0].k must be from 1 to the suite's samples=1, got [2]"),
     (["suites=[{name: a, data: {pth: x}}]"], "Unknown option 'suites[].data.pth'. Did you mean suites[].data.path?"),
-    (["suites=[{name: a, data: {path: x}, environment: {name: guess}, reward: {functions: [{name: exact}]}}]"],
-     "suites[0].reward.functions must be empty with an environment"),
     (["suites=[{name: a, data: {path: x}, reward: {timeout_s: -1, functions: [{name: exact}]}}]"],
      "suites[0].reward.timeout_s must be positive, got -1.0"),
     ([], "data.path must be a path (or data.task a reasoning-gym task) without suites"),

@@ -6,16 +6,27 @@ import pytest
 import torch
 
 from hybridrl.algorithms.algorithm import Algorithm
-from hybridrl.batch import make_batch, num_rows, padded
-from hybridrl.config import AlgorithmConfig, Choice, EnvironmentConfig, RolloutConfig, validate_all
+from hybridrl.batch import make_batch, num_rows, padded, rows_of
+from hybridrl.config import (
+    AlgorithmConfig,
+    Choice,
+    EnvironmentConfig,
+    RewardConfig,
+    RewardFunctionConfig,
+    RolloutConfig,
+    validate_all,
+)
 from hybridrl.controller.evaluation import evaluation_metrics
+from hybridrl.controller.played_rewards import add_rewards
 from hybridrl.controller.player import Player
 from hybridrl.errors import ConfigError, EpisodeError
+from hybridrl.rewards import Rewarder
 from hybridrl.workers.rollout.episode_rows import episode_batch, tasks_of
 from hybridrl.workers.rollout.episodes import EpisodeRunner
 from tests.unit.environments.chats import chat_tokenizer
 from tests.unit.environments.engines import ScriptedEngine
 
+NAN = math.nan
 FAULTY = "tests.unit.environments.misbehaving"
 
 
@@ -38,9 +49,9 @@ def played():
     """`played(cfg, batch, ...)`: the rows, and the player's metrics."""
     policies = []
 
-    def play(cfg, batch, **options):
+    def play(cfg, batch, rewards=None, **options):
         policies.append(ScriptedPolicy(cfg, **options))
-        player = Player(cfg)
+        player = Player(cfg, rewards)
         return player(policies[-1], batch), player.metrics
 
     yield play
@@ -171,3 +182,55 @@ def test_groups_play_the_same_task_and_numbers_of_episodes_go_on(played):
 def test_options_out_of_range(options, said):
     with pytest.raises(ConfigError, match=said):
         validate_all(EnvironmentConfig(name="guess", **options), "environment")
+
+
+# Rewards on top
+
+
+SHOWN = "tests.unit.environments.scoring:shown"
+
+
+def test_functions_score_what_trajectories_came_to(played):
+    """Of two turns (3.0 of the environment), of one (1.5), without an answer to compare with, and one that failed."""
+    functions = [RewardFunctionConfig(name="numeric", weight=10.0), RewardFunctionConfig(name=SHOWN, weight=0.001)]
+    tasks = [{"turns": 2}, {"turns": 1}, {"turns": 1}, {"where": "reset", "fault": "raise"}]
+    batch = make_batch(task=tasks, answer=["12", "12", None, "1"], group_ids=[0] * 4)
+    with Rewarder(RewardConfig(functions=functions, workers=1)) as rewards:
+        batch, metrics = played(scripted(), batch, rewards, script=says("1", "12"))
+    # before the last action: begin, 1, turn 1; only begin
+    assert batch["rewards"].tolist() == pytest.approx([3 + 10 + 0.302, 1.5 + 0 + 0.101, NAN, NAN], nan_ok=True)
+    torch.testing.assert_close(batch["reward_components"], torch.tensor(
+        [[3, 1, 302], [1.5, 0, 101], [NAN] * 3, [NAN] * 3]), equal_nan=True)
+    assert "no reference answer" in batch["reward_error"][2] and batch["reward_error"][3].startswith("raised: reset")
+    assert batch["reward/environment"][:2].tolist() == [3, 1.5] and batch["reward/shown"][:2].tolist() == [302, 101]
+    assert (metrics["reward/environment"], metrics["reward/numeric"], metrics["reward/failed"]) == (2.25, 0.5, 1)
+    assert (metrics["episodes/failed"], metrics["episodes/done"]) == (1, 3)
+    tokens, turns = rows_of(batch["token_rewards"]), batch["turns"][0]
+    assert tokens[0].nonzero().flatten().tolist() == [turn["stop"] - 1 for turn in turns]
+    assert tokens[0][turns[0]["stop"] - 1] == 0.5 and tokens[0].sum() == pytest.approx(13.302)
+    assert tokens[2].isnan().all()
+
+
+def test_a_trajectory_of_several_rows_is_scored_once(played):
+    """The template merges turns: its second turn is a row of its own, and the whole of it was said before."""
+    batch = make_batch(task=[{"turns": 2}], prompt=["p"], group_ids=[0])
+    with Rewarder(RewardConfig(functions=[RewardFunctionConfig(name=SHOWN)], workers=1)) as rewards:
+        batch, _ = played(scripted(), batch, rewards, script=says("1"), template="merging")
+    assert num_rows(batch) == 2 and batch["rewards"].tolist() == [304, 304]
+    sums = [float(row.sum()) for row in rows_of(batch["token_rewards"])]
+    assert sums == [0.5, 303.5]
+
+
+def test_an_environment_that_shows_the_rows_prompt(played):
+    batch = make_batch(prompt=["p"], answer=["1"], task=[{}], group_ids=[0])
+    cfg = EnvironmentConfig(name="verifier", options={"function": "numeric"})
+    with Rewarder(RewardConfig(functions=[RewardFunctionConfig(name=SHOWN)], workers=1)) as rewards:
+        batch, _ = played(cfg, batch, rewards, script=says("1"))
+    assert batch["rewards"].tolist() == [1 + 101]
+
+
+def test_nothing_is_scored_where_every_episode_failed():
+    failed = make_batch(trajectory_ids=[0], turns=[[]], rewards=[NAN], token_rewards=[[NAN]], reward_error=["died: x"],
+                        response_ids=[[1]], response=[""], prompt=["p"])
+    with Rewarder(RewardConfig(functions=[RewardFunctionConfig(name=SHOWN)])) as rewards:
+        assert add_rewards(failed, rewards)["reward_error"][0] == "died: x"
