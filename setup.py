@@ -59,6 +59,7 @@ setup(
         # Later releases need another datasets, mcp or openai than the rest does.
         "verifiers": ["openai>=2.0", "verifiers>=0.1.9,<0.1.10; python_version < '3.14'"],
         "examples": ["gguf>=0.19", "matplotlib>=3.10", "openai>=2.0"],
+        "lm-eval": ["lm_eval[api]>=0.4.13"],
         "adamw-8bit": ["torchao>=0.18,<0.19"],  # its quantised tensors are used without its optimizer
         "wandb": ["wandb>=0.20"],
         "mlflow": ["mlflow>=3.0"],

@@ -5,9 +5,21 @@ from types import SimpleNamespace
 import pytest
 import torch
 
-from hybridrl.batch import make_batch, narrow, num_rows, objects_of
-from hybridrl.config import JudgeConfig, ModelConfig, PolicyConfig, RewardConfig, RewardModelConfig, RolloutConfig
+from hybridrl.batch import make_batch, narrow, num_rows, objects_of, put
+from hybridrl.config import (
+    EvalDataConfig,
+    JudgeConfig,
+    ModelConfig,
+    OptionalRewardConfig,
+    PolicyConfig,
+    RewardConfig,
+    RewardModelConfig,
+    RolloutConfig,
+    SuiteConfig,
+)
+from hybridrl.controller.evaluation import Plan
 from hybridrl.controller.reward_groups import reward_groups
+from hybridrl.controller.suites import Suites
 from tests.models import tiny_model, tiny_tokenizer
 
 pytestmark = pytest.mark.slow
@@ -70,3 +82,38 @@ def test_two_ranks_give_the_scores_of_one(scores, expected, rows):
 
 def test_so_do_devices_of_their_own(scores, expected):
     assert_same(scores(2, model_ranks=1, judge_ranks=1), expected)
+
+
+class Echo:
+    """A policy that answers each prompt with itself."""
+
+    def generate(self, batch, temperature):
+        put(batch, "response", list(batch["prompt"]))
+        return batch
+
+
+def test_a_suite_has_a_judge_of_its_own_beside_the_recipes(shared_pool, tmp_path):
+    """On one pool and of the same model, they say the same; equal responses are judged once."""
+    characters = {chr(code): float(code) for code in range(32, 127) if not chr(code).isupper()}
+    judge = JudgeConfig(path=str(tiny_model(tmp_path / "judge", "llama")), prompt="{response}", verdict="(?s)(.)",
+                        words=characters, rollout=RolloutConfig(engine="transformers", temperature=0.0,
+                                                                max_prompt_tokens=64, max_response_tokens=8))
+    policy, cluster, pool = PolicyConfig(model=judge), SimpleNamespace(pool=shared_pool), shared_pool(1)
+    (tmp_path / "data.jsonl").write_text("".join(f'{{"prompt": "{i % 2}+1=", "answer": "1"}}\n' for i in range(4)))
+    cfg = SuiteConfig(name="judged", data=EvalDataConfig(path=str(tmp_path / "data.jsonl"), chat_template=False),
+                      reward=OptionalRewardConfig(judge=judge, cache=["judge"]))
+    groups = [reward_groups(RewardConfig(judge=judge), policy, cluster, pool)["judge"]]
+    try:
+        with Suites([cfg]) as suites:
+            suites.load(policy, tiny_tokenizer(), cluster, pool)
+            (suite,) = suites.ready(Echo())
+            groups.append(suites._rewarders["judged"].groups["judge"])
+            sampled = suite.answer(Plan(1, [], 0, None, False, 0), None).sampled
+            assert suites._rewarders["judged"].metrics["cache/reward_judge"] == 2
+        assert [group.role for group in groups] == ["judge", "judge of judged"]
+        expected = groups[0].score(sampled)["scores"]
+        assert expected.isfinite().all() and expected[0] == expected[2]
+        assert sampled["rewards"].tolist() == pytest.approx(expected.tolist())
+    finally:
+        for group in groups:
+            group.close()

@@ -51,16 +51,12 @@ def measured(start, problems, tmp_path_factory) -> tuple[dict, dict[str, list[di
     server.wait_for("base_url")
     access = json.loads(server.out.splitlines()[0])
     model = f"base_url={access['base_url']}/completions,model={access['model']},tokenizer={MODEL},num_concurrent=8"
-    evaluation = start("lm_eval", "run", "--model", "local-completions", "--model_args", model, "--tasks",
-                       ",".join(TASKS), "--include_path", str(folder), "--output_path", str(folder / "out"),
-                       "--apply_chat_template", "--log_samples",
-                       env={"OPENAI_API_KEY": access["api_key"], "HF_HUB_OFFLINE": "1", "HF_HOME": str(folder / "cache")})
+    env = {"OPENAI_API_KEY": access["api_key"], "HF_HUB_OFFLINE": "1", "HF_HOME": str(folder / "cache")}
+    evaluation = start("tests.recipes.lm_eval_run", model, str(folder), *TASKS, env=env)
     assert evaluation.wait() == 0, evaluation.err
     server.kill()
-    (results,) = (folder / "out").rglob("results_*.json")
-    logged = {name: [json.loads(line) for file in (folder / "out").rglob(f"samples_{name}_*.jsonl")
-                     for line in file.read_text().splitlines()] for name in TASKS}
-    return json.loads(results.read_text())["results"], logged
+    found = json.loads((folder / "found.json").read_text())
+    return found["results"], found["samples"]
 
 
 @pytest.fixture(scope="module")

