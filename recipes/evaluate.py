@@ -26,8 +26,8 @@ from hybridrl.workers.policy import PolicyWorker
 def main(cfg: EvaluateConfig) -> None:
     """Score a model on suites of problems: accuracy, avg@k, pass@k, maj@k."""
     play = Player(cfg.environment) if cfg.environment.enabled else None
-    rewards, suites = Rewarder(cfg.reward), Suites(cfg.suites, "suites")
-    with EvaluationOutput(cfg) as output, rewards, suites, Cluster(cfg.cluster) as cluster:
+    rewards, suites, output = Rewarder(cfg.reward), Suites(cfg.suites, "suites"), EvaluationOutput(cfg)
+    with rewards, suites, Cluster(cfg.cluster) as cluster:
         pool, tokenizer = cluster.pool(), load_tokenizer(cfg.policy.model)
         own = []
         if cfg.data.enabled:

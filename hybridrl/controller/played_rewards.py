@@ -10,9 +10,6 @@ from tensordict import TensorDict
 from hybridrl.batch import num_rows, put, require, rows_of, select
 from hybridrl.rewards import Rewarder
 
-ENVIRONMENT = "environment"
-"""Name of the environment's part of the reward."""
-
 
 def add_rewards(played: TensorDict, rewards: Rewarder) -> TensorDict:
     """The rows of episodes with r = r_environment + sum_i w_i r_i as the reward of each trajectory.
@@ -38,8 +35,8 @@ def add_rewards(played: TensorDict, rewards: Rewarder) -> TensorDict:
     scored = rewards(asked)
     own = asked["rewards"]
     components = torch.cat([own[:, None], scored["reward_components"]], 1)
-    rewards.metrics[f"reward/{ENVIRONMENT}"] = float(own[~scored["rewards"].isnan()].mean())
-    return _spread(played, list(whole.values()), scored, components, [ENVIRONMENT, *rewards.components])
+    rewards.metrics["reward/environment"] = float(own[~scored["rewards"].isnan()].mean())
+    return _spread(played, list(whole.values()), scored, components, ["environment", *rewards.components])
 
 
 def _conversation(played: TensorDict, members: list[int]) -> list[dict[str, Any]]:

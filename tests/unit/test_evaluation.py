@@ -13,6 +13,7 @@ from hybridrl.batch import make_batch, num_rows, put
 from hybridrl.config import EvaluateConfig, GRPOConfig, SuiteConfig, TrainerConfig
 from hybridrl.config_loading import load
 from hybridrl.controller.evaluation import Evaluation, Plan, Suite, evaluation_metrics
+from hybridrl.controller.evaluation_output import EvaluationOutput
 from hybridrl.controller.suites import Suites
 from hybridrl.data import PromptSet, row_seeds
 from hybridrl.errors import ConfigError
@@ -96,6 +97,27 @@ def test_each_suite_is_evaluated_on_schedule_under_its_name(tmp_path):
         (step, *of) for step in (0, 3, 6, 7) for of in (("data", "a"), ("s", "c"))]
     evaluate(3)  # resumed from a step before
     assert [line["step"] for line in lines()] == [0, 0, 3, 3]
+
+
+def outputs(folder):
+    return json.loads((folder / "results.json").read_text()), [
+        json.loads(line)["suite"] for line in (folder / "samples.jsonl").read_text().splitlines()]
+
+
+def test_results_are_on_disk_suite_by_suite(tmp_path):
+    plan, suites = Plan(2, [], 0, 1.0, True, 0), [SuiteConfig(name="s")]
+    answers = Suite("", problems("a", "b")).answer(plan, Asked())
+    output = EvaluationOutput(EvaluateConfig(output=str(tmp_path / "out"), suites=suites))
+    assert not list(tmp_path.iterdir())
+    output.add("", answers)
+    results, lines = outputs(tmp_path / "out")
+    assert list(results) == ["data"] and lines == ["data"] * 6
+    output.add("s", answers)
+    results, lines = outputs(tmp_path / "out")
+    assert results == output.results and results["s"]["greedy/accuracy"] == 0 and lines == ["data"] * 6 + ["s"] * 6
+    again = EvaluationOutput(EvaluateConfig(output=str(tmp_path / "out")))
+    again.add("", answers)
+    assert outputs(tmp_path / "out") == (results["data"], ["data"] * 6)
 
 
 def test_nothing_to_evaluate_on(tmp_path):
