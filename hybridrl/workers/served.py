@@ -8,7 +8,6 @@ from pathlib import Path
 
 from hybridrl.config import ServeConfig
 from hybridrl.dispatch import to_all
-from hybridrl.errors import ConfigError
 from hybridrl.models import load_tokenizer
 from hybridrl.workers.base import Worker, WorkerContext
 from hybridrl.workers.rollout.chat import Chat
@@ -41,7 +40,7 @@ class ServedWorker(Worker):
     def serve(self) -> None:
         """Print where and with what key as a line of JSON, and answer calls until the process is interrupted.
 
-        Raises ConfigError when the address can't be listened on.
+        Raises OSError when the address can't be listened on.
         """
         loop, ended = asyncio.new_event_loop(), asyncio.Event()
         done: Future[None] = Future()
@@ -50,9 +49,6 @@ class ServedWorker(Worker):
         try:
             self.engine.drive([done])
             done.result()
-        except OSError as error:
-            raise ConfigError(f"host and port must be free to listen on, got {self.cfg.host}:{self.cfg.port}: "
-                              f"{error.strerror or error}.") from error
         finally:
             if thread.is_alive():
                 loop.call_soon_threadsafe(ended.set)
@@ -65,9 +61,8 @@ class ServedWorker(Worker):
                 access = {"base_url": self._server.url, "api_key": key, "model": self._server.model}
                 print(json.dumps(access), flush=True)
                 await ended.wait()
-        except BaseException as error:
+        except BaseException as error:  # raised by `serve`
             done.set_exception(error)
-            raise
         finally:
             await self._server.close()
 

@@ -7,7 +7,7 @@ model is shown: they stay a row as they are, and another begins with the rewritt
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, NamedTuple
 
 from torch import Tensor
 
@@ -53,6 +53,15 @@ class Row:
         self.log_probs += log_probs
         self.versions += versions
         self.token_rewards += [0.0] * len(ids)
+
+
+class Mark(NamedTuple):
+    """A place in a conversation: how much there was of each of its parts."""
+
+    rows: int
+    response: int
+    held: int
+    messages: int
 
 
 class Conversation:
@@ -106,6 +115,23 @@ class Conversation:
         self._messages += new
         self._heard = list(heard)
         return max(room, 0)
+
+    def mark(self) -> Mark:
+        """The place after the last turn, for `branch`."""
+        return Mark(len(self.rows), len(self.rows[-1].response_ids), len(self._held), len(self._messages))
+
+    def branch(self, mark: Mark) -> "Conversation | None":
+        """Another conversation that goes on from an earlier turn; None when the history was rewritten since.
+
+        The ids that were fed and sampled until then are the prompt of its first row.
+        """
+        if mark.rows != len(self.rows):
+            return None
+        twin = Conversation(self._chat, self._tools, self._context, self._max_response_tokens)
+        row = self.rows[-1]
+        twin.rows = [Row(row.prompt_ids + row.response_ids[:mark.response])]
+        twin._held, twin._messages = self._held[:mark.held], self._messages[:mark.messages]
+        return twin
 
     def take_back(self) -> None:
         """Forget the last observation, which no response followed."""

@@ -2,6 +2,7 @@
 
 import json
 import os
+import random
 import threading
 import time
 
@@ -25,6 +26,9 @@ def script(task, base_url, api_key, model):
     client = openai.OpenAI(max_retries=0)  # where and with what key: from the environment, as anyone would
     return {name: function for name, function in globals().items() if name.startswith("do_")}[
         "do_" + task.data["do"]](client, task)
+
+
+KEYS = []
 
 
 def say(client, *contents, **options):
@@ -96,6 +100,37 @@ def do_restart(client, task):
     return 2.0
 
 
+def do_branch(client, task):
+    """Two answers to a second question, the first conversation goes on, and a third attempt at what follows it."""
+    first = say(client, "hello")
+    second = say(client, "hello", first, "and now?")
+    say(client, "hello", first, "or else?")
+    say(client, "hello", first, "and now?", second, "so?")
+    say(client, "hello", first, "and now?", second, "or so?")
+    return 1.0
+
+
+def do_random(client, task):
+    """Any walk over the states of some conversations: go on, go back, begin anew, both at once."""
+    rng, states, calls = random.Random(task.seed), [[]], rng_calls(task)
+    for number in range(calls):
+        state = rng.choice(states)
+        text = f"{number} " + "".join(rng.choices(["<|im_end|>", "é", "turn", "<think>", " ", "\n", "7"], k=3)) + "."
+        if rng.random() < 0.2:
+            thread = threading.Thread(target=say, args=(client, *state, "meanwhile"))
+            thread.start()
+            states.append([*state, text, say(client, *state, text)])
+            thread.join()
+        else:
+            states.append([*state, text, say(client, *state, text)])
+    return calls / 4
+
+
+def rng_calls(task):
+    """How many calls `do_random` makes, those beside others left out."""
+    return 1 + task.seed % 5
+
+
 def do_parallel(client, task):
     """Calls at the same time."""
     threads = [threading.Thread(target=say, args=(client, f"number {i % 2}")) for i in range(4)]
@@ -113,6 +148,18 @@ def do_leave(client, task):
         say(client.with_options(timeout=0.2), "slow")
     except openai.APITimeoutError:
         return 3.0
+
+
+def do_reuse(client, task):
+    """Come back with the key of the episode before."""
+    say(client, "hello")
+    before, KEYS[:] = KEYS[:], [client.api_key]
+    if not before:
+        return 0.0
+    try:
+        say(client.with_options(api_key=before[0]), "hello again")
+    except openai.AuthenticationError as error:
+        return 4.01 if error.code == "invalid_api_key" else -1.0
 
 
 def do_text_calls(client, task):

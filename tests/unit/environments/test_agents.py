@@ -4,6 +4,7 @@ import collections
 import json
 import math
 import os
+import random
 import time
 
 import pytest
@@ -15,7 +16,7 @@ from hybridrl.controller.player import Player, episode_metrics
 from hybridrl.environments.binding import bind
 from hybridrl.errors import ConfigError, EpisodeError
 from hybridrl.workers.rollout.episodes import EpisodeRunner
-from tests.unit.environments.chats import KINDS, TEMPLATES, chat_tokenizer
+from tests.unit.environments.chats import chat_tokenizer
 from tests.unit.environments.engines import ScriptedEngine
 from tests.unit.environments.test_episodes import play, sampled_in, scripted
 from tests.unit.environments.test_pool import alive
@@ -62,25 +63,25 @@ def says(tokenizer, *texts):
 # ---- rows
 
 
-@pytest.mark.parametrize("template", [*TEMPLATES, None])
-def test_every_token_is_the_one_that_was_sampled_after_what_was_fed(runner, template):
+@pytest.mark.parametrize(("template", "kind"), [("thinking", "bytes"), ("merging", "spaces"), (None, "spaces"),
+                                                ("chatml", "characters")])
+def test_every_token_is_the_one_that_was_sampled_after_what_was_fed(runner, template, kind):
     """Three calls in one conversation, over tokenizers and templates; templates that rewrite split it into rows."""
-    for kind in KINDS:
-        tokenizer = chat_tokenizer(kind, template or "chatml")
-        engine = scripted(tokenizer)
-        batch = play(runner(engine, tokenizer, "talk", options={"turns": 3},
-                            limits={"chat_template": template is not None}), 6)
-        assert set(batch["reward_error"]) == {None}
-        assert collections.Counter(sampled_in(batch)) == served_by(engine)
-        assert len(set(batch["trajectory_ids"].tolist())) == 6
-        assert sum(map(len, batch["turns"])) == 18
-        if template in ("chatml", None):
-            assert num_rows(batch) == 6
-        # the number of characters that the agent saw, on the last token of the last row
-        for trajectory, reward in zip(batch["trajectory_ids"].tolist(), batch["rewards"].tolist(), strict=True):
-            rows = [i for i, other in enumerate(batch["trajectory_ids"].tolist()) if other == trajectory]
-            placed = [rows_of(batch["token_rewards"])[i] for i in rows]
-            assert sum(float(row.sum()) for row in placed) == pytest.approx(reward) == float(placed[-1][-1])
+    tokenizer = chat_tokenizer(kind, template or "chatml")
+    engine = scripted(tokenizer)
+    batch = play(runner(engine, tokenizer, "talk", options={"turns": 3},
+                        limits={"chat_template": template is not None}), 6)
+    assert set(batch["reward_error"]) == {None}
+    assert collections.Counter(sampled_in(batch)) == served_by(engine)
+    assert len(set(batch["trajectory_ids"].tolist())) == 6
+    assert sum(map(len, batch["turns"])) == 18
+    if template in ("chatml", None):
+        assert num_rows(batch) == 6
+    # the number of characters that the agent saw, on the last token of the last row
+    for trajectory, reward in zip(batch["trajectory_ids"].tolist(), batch["rewards"].tolist(), strict=True):
+        rows = [i for i, other in enumerate(batch["trajectory_ids"].tolist()) if other == trajectory]
+        placed = [rows_of(batch["token_rewards"])[i] for i in rows]
+        assert sum(float(row.sum()) for row in placed) == pytest.approx(reward) == float(placed[-1][-1])
 
 
 def test_what_is_fed_is_what_the_template_writes_of_the_callers_messages(runner):
@@ -108,6 +109,40 @@ def test_a_call_that_is_no_continuation_begins_a_row_of_the_same_trajectory(runn
     assert padded(batch["token_rewards"]).sum(1).tolist() == [0.0, 2.0]
     assert "not what you said" in tokenizer.decode(rows_of(batch["prompt_ids"])[0])
     assert collections.Counter(sampled_in(batch)) == served_by(engine)
+
+
+def test_a_call_that_goes_back_takes_the_tokens_until_there_as_its_prompt(runner):
+    """Five calls: three rows; the tokens of a response are the same wherever they are part of a prompt."""
+    tokenizer = chat_tokenizer("bytes")
+    # tokens that their text would not give back: single letters
+    letters = [tokenizer.convert_tokens_to_ids(letter) for letter in "thenumber"]
+    numbers = iter(range(1, 99))
+    engine = ScriptedEngine([1], [tokenizer.eos_token_id], script=lambda prompt, rng: [
+        *letters, *tokenizer(str(next(numbers)))["input_ids"], tokenizer.eos_token_id])
+    assert tokenizer("thenumber")["input_ids"] != letters
+    batch = play(runner(engine, tokenizer), 1, task=doing("branch"))
+    actions = [[turn["action"][9:] for turn in turns] for turns in batch["turns"]]
+    assert actions == [["3"], ["1", "2", "4"], ["5"]]
+    prompts = [row.tolist() for row in rows_of(batch["prompt_ids"])]
+    main = prompts[1] + rows_of(batch["response_ids"])[1].tolist()
+    ends = [len(prompts[1]) + turn["stop"] for turn in batch["turns"][1]]
+    assert prompts[0] == main[:ends[0]] and prompts[2] == main[:ends[1]]
+    assert collections.Counter(sampled_in(batch)) == served_by(engine)
+
+
+@pytest.mark.parametrize(("template", "kind"), [("chatml", "bytes"), ("llama", "spaces")])
+def test_any_walk_over_conversations_is_exact(runner, template, kind):
+    tokenizer = chat_tokenizer(kind, template)
+    engine = scripted(tokenizer)
+    batch = play(runner(engine, tokenizer, limits={"max_turns": 20}), 20, task=doing("random") * 20)
+    assert set(batch["reward_error"]) == {None}
+    assert collections.Counter(sampled_in(batch)) == served_by(engine)
+    assert len(set(batch["trajectory_ids"].tolist())) == 20
+    rewards = dict(zip(batch["trajectory_ids"].tolist(), batch["rewards"].tolist(), strict=True))
+    sums = collections.Counter()
+    for trajectory, row in zip(batch["trajectory_ids"].tolist(), rows_of(batch["token_rewards"]), strict=True):
+        sums[trajectory] += float(row.sum())
+    assert sums == rewards and len(set(rewards.values())) == 5
 
 
 def test_calls_at_the_same_time_are_rows_of_their_own(runner):
@@ -156,6 +191,14 @@ def test_a_class_is_built_once_and_may_be_a_coroutine(runner):
     assert batch["rewards"].tolist() == [0.25] * 3
 
 
+def test_a_key_is_good_for_its_own_episode_only(runner):
+    """One process plays the episodes one after the other; the second tries the first one's key."""
+    tokenizer = chat_tokenizer("bytes")
+    batch = play(runner(scripted(tokenizer), tokenizer, limits={"max_running_episodes": 1}), 2,
+                 task=doing("reuse", "reuse"))
+    assert batch["rewards"].tolist() == [0.0, pytest.approx(4.01)] and num_rows(batch) == 2
+
+
 # ---- rewards, ends
 
 
@@ -202,6 +245,24 @@ def test_each_fault_costs_its_own_episode_and_is_counted(runner):
     pids = {session._pid for session in one._pool._idle}
     one.close()
     assert pids and not [pid for pid in pids if alive(pid)]
+
+
+def test_faults_among_many_episodes_are_all_accounted_for(runner):
+    """Random walks over conversations, every tenth episode with a fault, on an engine that is asked out of order."""
+    tokenizer = chat_tokenizer("bytes")
+    rng = random.Random(1)
+    faults = {"raise": "raised", "exit": "raised", "die": "died", "object": "invalid", "nothing": "invalid"}
+    tasks = doing(*["random"] * 90, *2 * list(faults))
+    rng.shuffle(tasks)
+    engine = scripted(tokenizer)
+    one = runner(engine, tokenizer, limits={"max_running_episodes": 16, "max_turns": 20})
+    batch = play(one, 100, task=tasks)
+    found = {}
+    for episode, error in zip(batch["episode_ids"].tolist(), batch["reward_error"], strict=True):
+        assert found.setdefault(episode, error) == error
+    assert [str(found[i]).partition(":")[0] for i in range(100)] == [faults.get(task["do"], "None") for task in tasks]
+    assert collections.Counter(sampled_in(batch)) == served_by(engine)
+    assert not one._server._callers and not one._server._tasks and not engine.running
 
 
 def test_who_hangs_up_ends_the_request_and_may_ask_again(runner):

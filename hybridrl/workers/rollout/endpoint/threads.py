@@ -1,8 +1,9 @@
 """The conversations that one caller holds, found again by what a call repeats of them.
 
 A call brings all that was said so far. Where that begins with what a conversation has come to, the call goes on with
-it: ids that were sampled stay as they are, and only what is new is rendered and tokenised. Any other call begins a
-conversation. All of them together are one trajectory.
+it: ids that were sampled stay as they are, and only what is new is rendered and tokenised. Where it begins with an
+earlier state of one, a new conversation goes on from there, and its prompt is the ids of that state. Any other call
+begins anew. All conversations together are one trajectory.
 """
 
 import json
@@ -11,7 +12,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from hybridrl.environments import Message
-from hybridrl.workers.rollout.conversation import Conversation, Row
+from hybridrl.workers.rollout.conversation import Conversation, Mark, Row
 
 Said = list[Message] | str | list[int]
 """What a call brings: messages, or a prompt as text or as token ids."""
@@ -27,6 +28,16 @@ class Thread:
     said: Any = ()
     busy: bool = False
     """A response is being sampled."""
+    turns: list[tuple[int, Mark]] = field(default_factory=list)
+    """After each turn, how much of `said` there was, and the conversation's place."""
+
+    def after(self, said: Any) -> tuple[int, Mark] | None:
+        """The last turn whose state `said` begins with."""
+        return next((turn for turn in reversed(self.turns) if begins(said, self.said[:turn[0]])), None)
+
+    def goes_on_from(self, turn: tuple[int, Mark]) -> bool:
+        """Whether it can go on from a turn: its last, while it waits."""
+        return turn == self.turns[-1] and not self.busy
 
 
 @dataclass(slots=True)
@@ -43,15 +54,24 @@ class Threads:
     _last: Conversation | None = None
 
     def find(self, said: Said, tools: Sequence[Mapping[str, Any]] = ()) -> Thread:
-        """The conversation that a call goes on with: the longest; or a new one, which is kept once it has spoken."""
+        """The conversation that a call goes on with, or a new one, which is kept once it has spoken."""
         kind = kind_of(said, tools)
-        fitting = [thread for thread in self.held
-                   if thread.kind == kind and not thread.busy and begins(said, thread.said)]
-        return max(fitting, key=lambda thread: len(thread.said)) if fitting else Thread(kind, self.begin(tools))
+        fitting = [(turn, thread) for thread in self.held if thread.kind == kind
+                   if (turn := thread.after(said)) is not None]
+        # The longest first, and where two are as long, the one that can go on.
+        fitting.sort(key=lambda found: (found[0][0], found[1].goes_on_from(found[0])), reverse=True)
+        for turn, thread in fitting:
+            if thread.goes_on_from(turn):
+                return thread
+            twin = thread.conversation.branch(turn[1])
+            if twin is not None:
+                return Thread(kind, twin, thread.said[:turn[0]])
+        return Thread(kind, self.begin(tools))
 
     def spoke(self, thread: Thread, said: Said) -> None:
         """A thread has a response; `said` is what its caller knows of it now."""
         thread.said = said
+        thread.turns.append((len(said), thread.conversation.mark()))
         if not any(thread is other for other in self.held):
             self.held.append(thread)
         self._last, row = thread.conversation, thread.conversation.rows[-1]

@@ -1,0 +1,78 @@
+"""`python -m recipes.serve`, and an agent that is evaluated: programs that use OpenAI's client."""
+
+import json
+import signal
+import socket
+from itertools import takewhile
+
+import openai
+import pytest
+import torch
+
+from hybridrl.config import ServeConfig
+from hybridrl.errors import ConfigError
+from recipes import serve
+from tests.recipes.command import write_jsonl
+
+pytestmark = pytest.mark.slow
+
+
+def test_a_served_model_answers_and_scores_as_itself(start, model):
+    """Log-probs of prompts and of samples at another temperature, and greedy choices: those of the model itself."""
+    from transformers import AutoModelForCausalLM, AutoTokenizer
+
+    command = start(
+        "recipes.serve", f"policy.model.path={model}", "port=0", "policy.rollout.max_prompt_tokens=64",
+        "policy.rollout.max_response_tokens=32", "policy.rollout.max_running=8", "policy.rollout.temperature=0.5",
+        "api_key=secret", "model_name=tiny")
+    command.wait_for('"base_url"')
+    access = json.loads(next(line for line in command.out.splitlines() if "base_url" in line))
+    assert access["api_key"] == "secret" and access["model"] == "tiny"
+    client = openai.OpenAI(base_url=access["base_url"], api_key="secret", max_retries=0)
+    reference, tokenizer = AutoModelForCausalLM.from_pretrained(model), AutoTokenizer.from_pretrained(model)
+
+    def log_probs(ids, temperature=1.0):
+        with torch.no_grad():
+            return (reference(torch.tensor([ids])).logits[0] / temperature).log_softmax(-1)
+
+    texts = ["2+2=4", "the sum of 1 and 2", "7"]
+    answer = client.completions.create(model="tiny", prompt=texts, echo=True, logprobs=1, max_tokens=1, temperature=0)
+    for choice, text in zip(answer.choices, texts, strict=True):
+        ids = tokenizer(text)["input_ids"]
+        expected = log_probs(ids)
+        for t, token in enumerate(ids[1:], 1):
+            assert choice.logprobs.token_logprobs[t] == pytest.approx(float(expected[t - 1, token]), abs=1e-4)
+            top = max(choice.logprobs.top_logprobs[t].values())
+            assert top == pytest.approx(float(expected[t - 1].max()), abs=1e-4)
+        assert choice.logprobs.token_logprobs[-1] == pytest.approx(float(expected[-1].max()), abs=1e-4)
+    messages = [{"role": "user", "content": "1+1="}]
+    prompt = tokenizer.apply_chat_template(messages, tokenize=True, add_generation_prompt=True)["input_ids"]
+    sampled = client.chat.completions.create(model="tiny", messages=messages, max_tokens=8, logprobs=True, seed=1)
+    ids = [tokenizer.convert_tokens_to_ids(token.token) for token in sampled.choices[0].logprobs.content]
+    ids = list(takewhile(lambda token: token is not None, ids))  # the model knows tokens that its tokenizer does not
+    assert ids
+    expected = log_probs(prompt + ids, temperature=0.5)[len(prompt) - 1:]
+    for t, token in enumerate(ids):
+        assert sampled.choices[0].logprobs.content[t].logprob == pytest.approx(float(expected[t, token]), abs=1e-4)
+    command.process.send_signal(signal.SIGINT)
+    assert command.wait(60) == 130 and command.left() == []
+
+
+def test_an_address_that_is_not_to_be_had_is_refused_before_a_model_is_loaded():
+    with socket.create_server(("127.0.0.1", 0)) as taken, pytest.raises(ConfigError, match="Address already in use"):
+        serve.main(ServeConfig(port=taken.getsockname()[1]))
+    with pytest.raises(ConfigError, match=r"must be an address of this machine that is free, got '192.0.2.1' and 0: "):
+        serve.main(ServeConfig(host="192.0.2.1", port=0))
+
+
+def test_an_agent_is_evaluated(run, model, tmp_path):
+    """The example's agent on problems that no model of this kind solves: played, scored, none of them failed."""
+    data = write_jsonl(tmp_path / "data.jsonl", [{"prompt": f"{i}+1=", "answer": str(i + 1)} for i in range(3)])
+    output = tmp_path / "played.jsonl"
+    command = run("recipes.evaluate", "cluster.backend=local", f"policy.model.path={model}", f"data.path={data}",
+                  "policy.rollout.engine=transformers", "policy.rollout.max_prompt_tokens=64", "environment.name=agent",
+                  "policy.rollout.max_response_tokens=8", "samples_per_prompt=2", f"output={output}",
+                  "environment.options={function: 'recipes.agents.calculator:solve', reward: numeric}")
+    found, rows = json.loads(command.out.splitlines()[-1]), [json.loads(line) for line in output.open()]
+    assert len(rows) == 6 and {row["reward_error"] for row in rows} == {None}
+    assert found["responses"] == 6 and found["unscored"] == 0
