@@ -55,7 +55,7 @@ class AgentEnvironment(Environment):
                  reward_options: dict[str, Any] | None = None, format: str = DEFAULT_FORMAT):
         agent: Any
         agent, self._score = self.check_options(function, options, reward, reward_options, format)
-        self._agent = agent(**options or {}) if inspect.isclass(agent) else agent
+        self._agent: Any = agent(**options or {}) if inspect.isclass(agent) else agent
         self._options = {} if inspect.isclass(agent) else options or {}
 
     @staticmethod
