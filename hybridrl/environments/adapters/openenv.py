@@ -4,6 +4,7 @@ import asyncio
 import contextlib
 import importlib.util
 import json
+import time
 from typing import Any
 from urllib.parse import urlsplit
 
@@ -14,6 +15,10 @@ from hybridrl.errors import ConfigError, extra
 KEY = "environment.options"
 START_TIMEOUT_S = 60.0
 """Longest connecting, the start of the server included."""
+FULL = "CAPACITY_REACHED"
+"""What a server answers that has no place for another session."""
+CAPACITY_PATIENCE_S = 1.0
+"""Time that a server has to notice that a session ended before it has no place for another."""
 MAX_MESSAGE_BYTES = 4 << 20
 
 
@@ -57,8 +62,7 @@ class OpenEnv(AsyncEnvironment):
                               f"{server!r}.")
 
     async def reset(self, task: Task) -> str:  # type: ignore[override]
-        await self._connect()
-        answer = await self._ask("reset", self._reset | {"seed": task.seed})
+        answer = await self._begun(self._reset | {"seed": task.seed})
         if answer["type"] == "error":
             raise RuntimeError(_said(answer))
         return self._text(answer["data"])
@@ -66,7 +70,7 @@ class OpenEnv(AsyncEnvironment):
     async def step(self, action: Action) -> Step:  # type: ignore[override]
         try:
             fields = {self._field: str(action)} if self._field else _object(action)
-        except ValueError as error:
+        except (ValueError, RecursionError) as error:
             return Step(f"That is no action: {error}.", info={"refused": 1})
         answer = await self._ask("step", self._action | fields)
         if answer["type"] == "error":
@@ -77,18 +81,42 @@ class OpenEnv(AsyncEnvironment):
         return Step(self._text(data), float(data.get("reward") or 0.0), bool(data.get("done")), {"refused": 0})
 
     async def close(self) -> None:  # type: ignore[override]
-        if self._socket is not None:
-            await self._socket.close()
-        self._socket = None
+        await self._hang_up()
         if self._server is not None:
             self._server.leave()
         self._server = None
+
+    async def _begun(self, arguments: dict[str, Any]) -> dict[str, Any]:
+        """The answer to a reset, in the session at hand or a new one: servers close those that were idle for long."""
+        from websockets.exceptions import ConnectionClosed
+
+        patience = time.monotonic() + CAPACITY_PATIENCE_S
+        while True:
+            was_idle = self._socket is not None
+            await self._connect()
+            try:
+                answer = await self._ask("reset", arguments)
+                if answer["data"].get("code") != FULL or time.monotonic() > patience:
+                    return answer
+            except ConnectionClosed:
+                if not was_idle:
+                    raise
+            await self._hang_up()
+            await asyncio.sleep(0.1)
+
+    async def _hang_up(self) -> None:
+        if self._socket is not None:
+            await self._socket.close()
+        self._socket = None
 
     async def _connect(self) -> None:
         if self._socket is not None:
             return
         from websockets.asyncio.client import connect
 
+        if self._server is not None and self._server.ended():
+            self._server.leave()
+            self._server = None
         if self._app and self._server is None:
             self._server = Server.join(self._app)
         url = self._server.url if self._server else self._url
@@ -96,6 +124,7 @@ class OpenEnv(AsyncEnvironment):
         loopback = urlsplit(url).hostname in ("localhost", "127.0.0.1", "::1")
         try:
             self._socket = await connect(address, open_timeout=START_TIMEOUT_S, max_size=MAX_MESSAGE_BYTES,
+                                         ping_interval=None,  # nobody answers while the engine's loop is not running
                                          proxy=None if loopback else True)
         except Exception as error:
             await asyncio.sleep(0.2)  # a server that ends closes its connections first
@@ -133,11 +162,11 @@ def _object(response: str) -> dict[str, Any]:
 
 def _said(answer: dict[str, Any]) -> str:
     code, message = answer["data"].get("code"), answer["data"].get("message")
-    advice = "; environment.max_running_episodes must be at most what it serves" if code == "CAPACITY_REACHED" else ""
+    advice = "; environment.max_running_episodes must be at most what it serves" if code == FULL else ""
     return f"the OpenEnv server answered {code}: {message}{advice}"
 
 
 def _faults(data: dict[str, Any]) -> str:
     """What a server has against an action, by field."""
     faults = [f"{'.'.join(map(str, fault.get('loc', ())))}: {fault.get('msg')}" for fault in data.get("errors", [])]
-    return "; ".join(faults) or str(data.get("message"))
+    return ("; ".join(faults) or str(data.get("message")))[:500]

@@ -55,7 +55,9 @@ def main() -> None:
     child_process.die_with(lifeline)
     import uvicorn
 
-    uvicorn.Server(uvicorn.Config(sys.argv[3], log_level="warning")).run(sockets=[listening])
+    # No pings: they are not answered while the engine's loop is not running.
+    config = uvicorn.Config(sys.argv[3], log_level="warning", ws_ping_interval=None)
+    uvicorn.Server(config).run(sockets=[listening])
 
 
 if __name__ == "__main__":

@@ -37,7 +37,7 @@ class TextArena(Environment):
         try:
             _made(game, make or {}).reset(num_players=players, seed=0)
         except Exception as error:  # games raise any kind for options that they don't know
-            said = " ".join(str(error).split())[:300]
+            said = " ".join(str(error).replace("*", "").split())[:300]
             raise ConfigError(f"{KEY}: TextArena can't begin {game} with players={players} and make={make or {}}: "
                               f"{type(error).__name__}: {said}") from error
 
@@ -68,7 +68,8 @@ class TextArena(Environment):
     def _next(self) -> Step:
         """Who acts next, and what was said since that player's last turn."""
         player, messages = self._game.get_observation()
-        others = [(sender, text, kind.name) for sender, text, kind in messages or [] if sender != player]
+        others = [(sender, text, getattr(kind, "name", kind))  # some games give the name itself
+                  for sender, text, kind in messages or [] if sender != player]
         boards = [i for i, (*_, kind) in enumerate(others) if kind == "GAME_BOARD"]
         roles = self._game.state.role_mapping
         said = [text if kind == "PROMPT" else f"[{roles.get(sender, f'Player {sender}')}] {text}"

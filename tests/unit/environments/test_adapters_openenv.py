@@ -80,12 +80,19 @@ def test_faults_of_a_server_cost_their_episode():
         with pytest.raises(EnvironmentFailure, match="raised: ConnectionClosed"):
             await session.step(Action("1"))
         await pool.release(session)
-        after = await episode(pool, Task(seed=1), ["7"])  # by a server that was started anew
+        after = [await episode(pool, Task(seed=1), ["7"])]  # by a server that was started anew
+        for end in ("kill", "hang up"):  # what happens to sessions that are idle while a model trains
+            (server,) = Server._running.values()
+            if end == "kill":
+                server._process.kill()
+            else:
+                await pool._idle[-1]._environment._socket.close()
+            after.append(await episode(pool, Task(seed=1), ["7"]))
         return failed, good, after
 
     failed, good, after = play(DOWN, work)
     assert str(failed).startswith("raised: RuntimeError: the OpenEnv server answered EXECUTION_ERROR: out of numbers")
-    assert good == after and not Server._running
+    assert after == [good] * 3 and not Server._running
 
 
 def test_a_server_that_serves_fewer_episodes_says_so():

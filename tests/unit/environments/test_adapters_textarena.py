@@ -61,6 +61,11 @@ def test_a_single_player_guesses_a_hidden_number():
     assert end == {"agent": 1.0} and replies[-1].done and {reply.agent for reply in replies} == {"agent"}
 
 
+def test_kinds_of_messages_may_be_names():
+    first = bind("textarena", {"game": "Countdown-v0"}).build().reset(Task(seed=1))
+    assert first.agent == "agent" and "532" in first.observation
+
+
 def test_a_game_that_is_cut_has_no_rewards():
     assert [end for _, end in episodes("textarena", TIC_TAC_TOE, ["[4]"], [])] == [{}, {}]
 
