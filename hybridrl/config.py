@@ -329,7 +329,8 @@ class DataConfig:
     task_size: int = 1000
     """Problems that `reasoning_gym` makes; rows of `none`."""
     task_seed: int = 0
-    """Seed of the `reasoning_gym` problems; problem i is made from `task_seed + i`, so keep held-out seeds far away."""
+    """Seed of the problems of `reasoning_gym` and the tasks of `none`; number i is made from `task_seed + i`, so keep
+    held-out seeds far away."""
     prompt_field: str = "prompt"
     """Field that holds the prompt: a text, or a list of chat messages."""
     answer_field: str = "answer"
@@ -357,6 +358,10 @@ class DataConfig:
             check(self.task_size >= 1, f"{key}.task_size", self.task_size, "at least 1")
         else:
             check(bool(self.path), f"{key}.path", self.path, f"a path with source={self.source}")
+
+    def check_prompts(self, key: str = "data") -> None:
+        """Raise ConfigError where rows have no prompt of their own; for uses without an environment."""
+        check(self.source != "none", f"{key}.source", self.source, "a source of prompts without an environment")
 
 
 @dataclass(kw_only=True, slots=True)
@@ -837,6 +842,13 @@ def check_suites(key: str, suites: list[SuiteConfig], samples: int, ks: list[int
         suite.reward.check_placement(cluster, rollout, f"{key}[{i}].reward")
 
 
+def check_prompts_of(key: str, suites: list[SuiteConfig]) -> None:
+    """Raise ConfigError where the rows of a suite without an environment have no prompts."""
+    for i, suite in enumerate(suites):
+        if not suite.environment.enabled:
+            suite.data.check_prompts(f"{key}[{i}].data")
+
+
 @dataclass(kw_only=True, slots=True)
 class ReferenceConfig:
     ranks: int = 0
@@ -847,8 +859,8 @@ class ReferenceConfig:
 
 
 @dataclass(kw_only=True, slots=True)
-class GRPOConfig:
-    """Reinforcement learning with several responses to each prompt: GRPO, Dr. GRPO, RLOO, REINFORCE."""
+class LoopConfig:
+    """What every loop of reinforcement learning has, however its responses come about and are scored."""
 
     seed: int = 0
     """Seed of prompts, sampling and initial values; two runs with one seed give the same metrics."""
@@ -860,8 +872,6 @@ class GRPOConfig:
     """Held-out problems; evaluation is off while neither `path` nor `task` is given."""
     eval_suites: list[SuiteConfig] = field(default_factory=list)
     """More held-out problems, each suite with rewards or an environment of its own and its metrics under its name."""
-    reward: RewardConfig = field(default_factory=RewardConfig)
-    """How responses are scored."""
     algorithm: AlgorithmConfig = field(default_factory=AlgorithmConfig)
     """From rewards to a loss."""
     reference: ReferenceConfig = field(default_factory=ReferenceConfig)
@@ -878,7 +888,6 @@ class GRPOConfig:
         self.policy.training.check_ranks(ranks, "cluster.ranks")
         if self.reference.ranks:
             self._check_reference(self.reference.ranks)
-        self.reward.check_placement(self.cluster, self.policy.rollout)
         self.policy.training.check_longest(*self.policy.rollout.longest)
         temperature = self.policy.rollout.temperature
         check(temperature > 0, "policy.rollout.temperature", temperature, "positive to train")
@@ -890,13 +899,40 @@ class GRPOConfig:
         check_suites("eval_suites", self.eval_suites, self.trainer.eval_samples, self.trainer.eval_k, self.cluster,
                      self.policy.rollout)
 
-
     def _check_reference(self, ranks: int) -> None:
         for nothing, why in ((not self.algorithm.kl.coefficient, "without a KL penalty (algorithm.kl.coefficient)"),
                              (self.policy.training.lora.rank, "with policy.training.lora, whose base is the reference"),
                              (self.cluster.backend == "local", "with cluster.backend=local")):
             check(not nothing, "reference.ranks", ranks, f"0 {why}")
         self.policy.training.check_ranks(ranks, "reference.ranks")
+
+
+@dataclass(kw_only=True, slots=True)
+class GRPOConfig(LoopConfig):
+    """Reinforcement learning with several responses to each prompt: GRPO, Dr. GRPO, RLOO, REINFORCE."""
+
+    reward: RewardConfig = field(default_factory=RewardConfig)
+    """How responses are scored."""
+
+    def validate(self) -> None:
+        LoopConfig.validate(self)
+        self.data.check_prompts()
+        self.eval_data.check_prompts("eval_data")
+        check_prompts_of("eval_suites", self.eval_suites)
+        self.reward.check_placement(self.cluster, self.policy.rollout)
+
+
+@dataclass(kw_only=True, slots=True)
+class AgentConfig(LoopConfig):
+    """Reinforcement learning on episodes: several turns in an environment, with tools, games or other players."""
+
+    environment: EnvironmentConfig = field(default_factory=EnvironmentConfig)
+    """Where episodes are played, and how they are scored."""
+
+    def validate(self) -> None:
+        LoopConfig.validate(self)
+        check(self.environment.enabled, "environment.name", self.environment.name,
+              "the name of an environment, or a class's import path (package.module:Class)")
 
 
 @dataclass(kw_only=True, slots=True)
@@ -1038,6 +1074,7 @@ class SFTConfig:
 
     def validate(self) -> None:
         check_seed(self.seed)
+        self.data.check_prompts()
         check(self.max_tokens >= 2, "max_tokens", self.max_tokens, "at least 2")
         self.policy.training.check_longest(self.max_tokens, f"max_tokens={self.max_tokens}")
         self.policy.training.check_ranks(self.cluster.ranks, "cluster.ranks")
@@ -1078,6 +1115,9 @@ class EvaluateConfig:
         ranks, shared = self.cluster.ranks, self.policy.rollout.tensor_parallel
         check(ranks % shared == 0, "cluster.ranks", ranks, f"a multiple of policy.rollout.tensor_parallel={shared}")
         self.reward.check_placement(self.cluster, self.policy.rollout)
+        if not self.environment.enabled:
+            self.data.check_prompts()
+            check_prompts_of("suites", self.suites)
         check(self.max_prompts >= 0, "max_prompts", self.max_prompts, "at least 0")
         check(self.samples_per_prompt >= 1, "samples_per_prompt", self.samples_per_prompt, "at least 1")
         check_k("k", self.k, self.samples_per_prompt, "samples_per_prompt")
@@ -1134,6 +1174,6 @@ class ServeConfig:
         check(self.api_key.isascii() and " " not in self.api_key, "api_key", self.api_key, "ASCII without blanks")
 
 
-RECIPES: dict[str, type] = {"grpo": GRPOConfig, "ppo": PPOConfig, "distill": DistillConfig, "sft": SFTConfig,
-                            "evaluate": EvaluateConfig, "serve": ServeConfig}
+RECIPES: dict[str, type] = {"grpo": GRPOConfig, "ppo": PPOConfig, "agent": AgentConfig, "distill": DistillConfig,
+                            "sft": SFTConfig, "evaluate": EvaluateConfig, "serve": ServeConfig}
 """The options of each recipe, for the reference page and the tests; `load` takes any config class."""

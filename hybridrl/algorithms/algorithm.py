@@ -52,6 +52,7 @@ class Algorithm:
         cfg: names and options of the table entries.
         max_response_tokens: the length limit, and the constant of `seq-mean-token-sum-norm`.
         columns: names of further columns that the loop writes, for entries that need them.
+        absent: names of declared columns that it does not write.
         has_critic: the loop trains a critic, whose `values` the estimator reads.
         reward_weights: of the columns of `reward_components`; an estimator with the option `weights` takes them unless
             it is given its own.
@@ -61,13 +62,13 @@ class Algorithm:
     """
 
     def __init__(self, cfg: AlgorithmConfig, max_response_tokens: int, columns: Sequence[str] = (),
-                 has_critic: bool = False, reward_weights: Sequence[float] = ()):
+                 has_critic: bool = False, reward_weights: Sequence[float] = (), absent: Sequence[str] = ()):
         check_combination(cfg, has_critic)
         self.cfg, self.max_response_tokens = cfg, max_response_tokens
         self.advantage_options = _with_weights(cfg, reward_weights)
         self.corrections = _corrections(cfg)
         written = {name for name, field in FIELDS.items() if field.writer != "teacher"}
-        self._check_columns({"mask", "log_probs", *written, *columns})
+        self._check_columns({"mask", "log_probs", *written, *columns} - set(absent))
         takes = {field.name for field in dataclasses.fields(AGGREGATIONS[cfg.aggregation].options)}
         limit = dict.fromkeys(takes & {"max_response_length"}, max_response_tokens)
         self.aggregation_options = limit | cfg.aggregation_options

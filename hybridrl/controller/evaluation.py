@@ -19,6 +19,8 @@ SEED_STEP = -1
 """Step under which evaluation draws its sampling seeds: training steps count from 1, so none is shared."""
 OWN = "data"
 """What files and results call the suite of the recipe's own problems."""
+FIRST_GROUP = 2**31
+"""First of the `group_ids` of evaluation, from which environments make up tasks: training counts from 0."""
 CORRECT = 1.0
 """A response whose reward is at least this solved its problem."""
 
@@ -41,7 +43,7 @@ def answer(responder: Responder, problems: PromptSet, samples: int, seed: int, l
     The same problems and seed give the same sampling seeds, whatever training did before.
     """
     count = min(limit, len(problems)) if limit else len(problems)
-    batch = repeat(problems.batch(range(count)), samples)
+    batch = repeat(problems.batch(range(count), FIRST_GROUP), samples)
     batch["seeds"] = row_seeds(seed, SEED_STEP, num_rows(batch))
     return responder(batch, temperature)
 

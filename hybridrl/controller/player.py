@@ -60,17 +60,20 @@ def episode_metrics(played: TensorDict) -> dict[str, float]:
 
     `episodes/played` and `episodes/rows` they came to; `episodes/failed`, and of these `episodes/failed_<kind>`, the
     kinds as of `hybridrl.environments.record.FAILURES`; `episodes/<finish reason>`, the others by how they ended;
-    `episodes/turns_mean` of these; `episodes/info/<name>`, the mean over turns of each number that environments report.
+    `episodes/turns_mean` and `episodes/turn_tokens_mean`, the tokens that were sampled in one, of these;
+    `episodes/info/<name>`, the mean over turns of each number that environments report.
     """
     require(played, "episode_ids", "reward_error", "finish_reason", "turns")
     ends: dict[int, tuple[str, str | None]] = {}
     turns: Counter[int] = Counter()
+    tokens: list[int] = []
     noted: dict[str, list[float]] = {}
     for episode, reason, error, row in zip(played["episode_ids"].tolist(), played["finish_reason"],
                                            played["reward_error"], played["turns"], strict=True):
         ends[episode] = reason, error
         turns[episode] += len(row)
         for turn in row if error is None else ():
+            tokens.append(turn["stop"] - turn["start"])
             for name, value in turn["info"].items():
                 if isinstance(value, int | float):
                     noted.setdefault(name, []).append(float(value))
@@ -83,4 +86,5 @@ def episode_metrics(played: TensorDict) -> dict[str, float]:
     metrics |= {f"episodes/{reason}": count for reason, count in sorted(reasons.items())}
     if whole:
         metrics["episodes/turns_mean"] = sum(turns[episode] for episode in whole) / len(whole)
+        metrics["episodes/turn_tokens_mean"] = sum(tokens) / len(tokens)
     return metrics | {f"episodes/info/{name}": sum(values) / len(values) for name, values in sorted(noted.items())}

@@ -180,7 +180,7 @@ def with_task_options(problem: Row, options: Mapping[str, Any]) -> Row:
 def _none(cfg: DataConfig, bad: BadRows, fields: list[str], key: str) -> Iterator[tuple[int, Row]]:
     for number in range(1, cfg.task_size + 1):
         drawn = cfg.task_seed + number
-        yield number, {**{name: f"Task {drawn}." for name in fields}, "number": drawn}
+        yield number, {name: f"Task {drawn}." for name in fields} | {"number": drawn, "seed": drawn}
 
 
 SOURCES: dict[str, Callable[[DataConfig, BadRows, list[str], str], Iterator[tuple[int, Row]]]] = {

@@ -32,13 +32,13 @@ def make_tokenizer() -> PreTrainedTokenizerFast:
     return tokenizer
 
 
-def make_model(vocab_size: int, seed: int = SEED) -> LlamaForCausalLM:
-    """The architecture with random float32 weights that depend on `seed` only."""
+def make_model(vocab_size: int, seed: int = SEED, **shape: int) -> LlamaForCausalLM:
+    """The architecture, with other sizes where `shape` gives some; its random float32 weights depend on `seed` only."""
+    sizes = dict(hidden_size=128, intermediate_size=384, num_hidden_layers=4, num_attention_heads=4,
+                 num_key_value_heads=4, head_dim=32) | shape
     config = LlamaConfig(
-        vocab_size=vocab_size, hidden_size=128, intermediate_size=384, num_hidden_layers=4,
-        num_attention_heads=4, num_key_value_heads=4, head_dim=32, max_position_embeddings=512,
-        tie_word_embeddings=True, bos_token_id=None, eos_token_id=SPECIAL.index("<end>"),
-        pad_token_id=SPECIAL.index("<pad>"))
+        vocab_size=vocab_size, max_position_embeddings=512, tie_word_embeddings=True, bos_token_id=None,
+        eos_token_id=SPECIAL.index("<end>"), pad_token_id=SPECIAL.index("<pad>"), **sizes)
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(seed)
         return LlamaForCausalLM(config)

@@ -1,6 +1,8 @@
 """Tiny models, and commands that leave no process behind."""
 
+import importlib
 import itertools
+import sys
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
@@ -38,6 +40,18 @@ def grpo(model, sums) -> list[str]:
             "policy.training.learning_rate=1e-3", "policy.rollout.max_prompt_tokens=32",
             "policy.rollout.max_response_tokens=12", "trainer.steps=2", "trainer.prompts_per_step=4",
             "algorithm.responses_per_prompt=4"]
+
+
+@pytest.fixture
+def refusal(capsys, monkeypatch) -> Callable[[list[str]], tuple[int, list[str]]]:
+    """`refusal(words)`: exit code and lines on stderr of a command that fails before it starts an engine."""
+    def command(words: list[str]) -> tuple[int, list[str]]:
+        monkeypatch.setattr(sys, "argv", words)
+        with pytest.raises(SystemExit) as stopped:
+            importlib.import_module(words[0]).main()
+        return stopped.value.code, capsys.readouterr().err.splitlines()
+
+    return command
 
 
 @pytest.fixture(scope="module")

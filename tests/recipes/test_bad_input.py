@@ -7,31 +7,14 @@ import shutil
 import signal
 import statistics
 import subprocess
-import sys
 from pathlib import Path
 
 import pytest
 
-import recipes.evaluate
-import recipes.grpo
-import recipes.sft
 from tests.models import tiny_tokenizer
 from tests.recipes.command import metrics, samples, write_jsonl
 
 pytestmark = pytest.mark.slow
-
-
-@pytest.fixture
-def refusal(capsys, monkeypatch):
-    """`refusal(words)`: exit code and lines on stderr of a command that fails before it starts an engine."""
-    def command(words: list[str]) -> tuple[int, list[str]]:
-        monkeypatch.setattr(sys, "argv", words)
-        with pytest.raises(SystemExit) as stopped:
-            {"recipes.grpo": recipes.grpo, "recipes.sft": recipes.sft, "recipes.evaluate": recipes.evaluate}[
-                words[0]].main()
-        return stopped.value.code, capsys.readouterr().err.splitlines()
-
-    return command
 
 
 # Options

@@ -193,7 +193,10 @@ def test_an_estimator_whose_column_nothing_writes_is_refused_before_anything_sta
     with pytest.raises(ConfigError, match="distill needs teacher_log_probs, which this loop does not write"):
         Algorithm(cfg, 8)
     Algorithm(cfg, 8, columns=["teacher_log_probs"])
-    Algorithm(AlgorithmConfig(advantage=Choice(name="gdpo")), 8)
+    cfg = AlgorithmConfig(advantage=Choice(name="gdpo"))
+    Algorithm(cfg, 8)
+    with pytest.raises(ConfigError, match="gdpo needs reward_components, which this loop does not write"):
+        Algorithm(cfg, 8, absent=["reward_components"])
 
 
 def test_dynamic_sampling_needs_groups():

@@ -22,6 +22,7 @@ ROOT = Path(__file__).resolve().parents[2]
 NEEDED = {
     "grpo": ["policy.model.path=m", "data.path=d"],
     "ppo": ["policy.model.path=m", "data.path=d"],
+    "agent": ["policy.model.path=m", "data.path=d", "environment.name=guess"],
     "distill": ["policy.model.path=m", "data.path=d", "teacher.model.path=t"],
     "sft": ["policy.model.path=m", "data.path=d"],
     "evaluate": ["policy.model.path=m", "data.path=d"],
@@ -319,6 +320,32 @@ def test_validate_all_goes_inside_out_and_hands_out_keys():
 
     validate_all(Root())
     assert seen == ["one", "many[0]", "many[1]", "root"]
+
+
+# An environment
+
+
+@pytest.mark.parametrize(("recipe", "override", "message"), [
+    ("agent", "environment.name=", "environment.name must be the name of an environment, or a class's import path "
+                                   "(package.module:Class), got ''."),
+    ("agent", "reward.functions=[]", "Unknown option 'reward.functions'."),
+    ("agent", "data={source: none, task_size: 0}", "data.task_size must be at least 1, got 0."),
+    ("grpo", "data.source=none", "data.source must be a source of prompts without an environment, got 'none'."),
+    ("ppo", "eval_data.source=none", "eval_data.source must be a source of prompts without an environment, got "
+                                      "'none'."),
+    ("sft", "data.source=none", "data.source must be a source of prompts without an environment, got 'none'."),
+    ("evaluate", "data.source=none", "data.source must be a source of prompts without an environment, got 'none'."),
+])
+def test_episodes_need_an_environment(recipe, override, message):
+    with pytest.raises(ConfigError) as caught:
+        load(recipe, RECIPES[recipe], [*NEEDED[recipe], override])
+    assert str(caught.value).startswith(message)
+
+
+def test_environments_may_make_up_their_tasks():
+    words = ["policy.model.path=m", "environment.name=guess", "data.source=none"]
+    assert load("agent", RECIPES["agent"], [*words, "eval_data.source=none"]).eval_data.enabled
+    load("evaluate", RECIPES["evaluate"], words)
 
 
 # A critic

@@ -111,6 +111,13 @@ def test_reasoning_gym_problems_carry_their_entry():
     assert found.tasks == [entry | {"task_options": {"max_terms": 2}} for entry in expected]
 
 
+def test_rows_without_data_have_a_seed_each():
+    found = load_prompts(config(source="none", task_size=3, task_seed=40), tiny_tokenizer(), 100)
+    assert [task["seed"] for task in found.tasks] == [41, 42, 43] and found.answers == [None] * 3
+    trained = load_prompts(config(source="none", task_size=2, task_seed=41), tiny_tokenizer(), 100)
+    assert [task["seed"] for task in found.held_out(trained).tasks] == [41]
+
+
 def test_reasoning_gym_answers_may_be_none():
     found = load_prompts(config(source="reasoning_gym", task="graph_color", task_size=2), make_tokenizer(), 10_000)
     assert found.answers == [None, None]

@@ -2,7 +2,7 @@
 
 import math
 import zlib
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 
 from tensordict import TensorDict
 
@@ -15,13 +15,18 @@ from hybridrl.workers.routing import Mixture, experts_column
 
 
 def tasks_of(batch: TensorDict, seed: int) -> list[Task]:
-    """The task of each row; rows with equal `group_ids` have the same seed."""
+    """The task of each row. Its seed is the row's own (`task["seed"]`) or made of `group_ids`, equal for equal ones."""
     rows = num_rows(batch)
     columns = {name: objects_of(batch, name) if name in batch.keys() else [None] * rows
                for name in ("prompt", "answer", "task")}
     groups = batch["group_ids"].tolist() if "group_ids" in batch.keys() else range(rows)
-    return [Task(prompt, answer, data, (seed << 32) + group) for prompt, answer, data, group in
+    return [Task(prompt, answer, data, _own_seed(data, (seed << 32) + group)) for prompt, answer, data, group in
             zip(columns["prompt"], columns["answer"], columns["task"], groups, strict=True)]
+
+
+def _own_seed(data: object, default: int) -> int:
+    own = data.get("seed") if isinstance(data, Mapping) else None
+    return own if isinstance(own, int) and own >= 0 else default
 
 
 def episode_batch(batch: TensorDict, episodes: Sequence[Episode], decode: Callable[[list[int]], str],

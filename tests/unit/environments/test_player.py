@@ -81,7 +81,8 @@ def test_episodes_are_counted_by_how_they_ended(played):
     batch, metrics = played(scripted(max_turns=3), make_batch(task=tasks, group_ids=[0, 0, 1, 1]), script=says("1"))
     assert metrics == {"episodes/played": 4, "episodes/rows": 4, "episodes/failed": 2, "episodes/failed_died": 1,
                        "episodes/failed_raised": 1, "episodes/done": 1, "episodes/max_turns": 1,
-                       "episodes/turns_mean": 2.0, "episodes/info/count": (1 + 1 + 2 + 3) / 4}
+                       "episodes/turns_mean": 2.0, "episodes/turn_tokens_mean": 2.0,
+                       "episodes/info/count": (1 + 1 + 2 + 3) / 4}
     rewards = batch["rewards"].tolist()
     assert rewards[:2] == [1.5, 4.5] and all(map(math.isnan, rewards[2:]))
     assert [len(ids) > 0 for ids in batch["response_ids"].unbind()] == [True, True, True, False]
@@ -116,6 +117,12 @@ def test_a_trajectory_of_several_rows_counts_once(played):
     values = torch.stack([row[row.abs().argmax()] for row in padded(advantages)])
     torch.testing.assert_close(values, expected, atol=1e-4, rtol=0)
     assert evaluation_metrics(batch)["accuracy"] == pytest.approx((1.5 + 3) / 2)
+
+
+def test_a_task_has_its_rows_seed_or_one_of_its_group():
+    rows = [{"seed": 7}, {"seed": 7}, {}, None, {"seed": -1}, {"seed": "x"}]
+    tasks = tasks_of(make_batch(task=rows, group_ids=[0, 1, 2, 2, 3, 2**31]), seed=5)
+    assert [task.seed for task in tasks] == [7, 7, 5 * 2**32 + 2, 5 * 2**32 + 2, 5 * 2**32 + 3, 5 * 2**32 + 2**31]
 
 
 def test_turn_rewards_reach_turn_level_advantages(played):
