@@ -83,7 +83,7 @@ def _check_options(cls: type[Environment], name: str, options: dict[str, Any]) -
     parameters = inspect.signature(cls).parameters.values()
     takes_any = any(p.kind is p.VAR_KEYWORD for p in parameters)
     named = {p.name: p for p in parameters if p.kind in (p.POSITIONAL_OR_KEYWORD, p.KEYWORD_ONLY)}
-    hints = typing.get_type_hints(cls.__init__) if "__init__" in vars(cls) else {}
+    hints = typing.get_type_hints(cls.__init__)
     for option, value in options.items():
         if option not in named and not takes_any:
             raise ConfigError(f"{KEY}.options: " + unknown(f"option of environment {name!r}", option, named))
@@ -97,6 +97,8 @@ def _check_options(cls: type[Environment], name: str, options: dict[str, Any]) -
 
 def _fits(value: Any, hint: Any) -> bool:
     """Whether a value of a configuration has an annotated type; containers are not looked into."""
+    if hint is Any:
+        return True
     origin = typing.get_origin(hint) or hint
     if origin in (typing.Union, types.UnionType):
         return any(_fits(value, part) for part in typing.get_args(hint))

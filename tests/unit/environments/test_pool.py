@@ -152,6 +152,7 @@ def test_an_environment_that_can_not_be_built_fails_its_episode():
     ("gues", {}, "Did you mean guess"), ("tests.no:Such", {}, "can't import"), (f"{HERE}:Scriptd", {}, "Scripted"),
     (f"{HERE}:misbehave", {}, "must be a subclass"), ("guess", {"hihg": 3}, "Did you mean high"),
     ("guess", {"high": "3"}, "environment.options.high of environment 'guess' must be int, got '3'"),
+    ("tests.recipes.games:Brittle", {"high": "3"}, "high of environment 'tests.recipes.games:Brittle' must be int"),
     ("verifier", {}, "needs 'function'"), ("verifier", {"function": "numric"}, "Did you mean numeric")])
 def test_bad_configurations_fail_before_anything_starts(name, options, said):
     with pytest.raises(ConfigError, match=said):
