@@ -4,9 +4,9 @@ from hybridrl.environments.guess import GuessNumber
 
 
 class Brittle(GuessNumber):
-    """`guess`, but an action that ends on a vowel breaks it."""
+    """`guess`, but one action in five breaks it."""
 
     def step(self, action):
-        if action[-1:] and action[-1] in "aeiou":
-            raise ValueError("a vowel")
+        if sum(map(ord, action)) % 5 == 0:
+            raise ValueError("unlucky")
         return super().step(action)

@@ -105,7 +105,7 @@ def test_rewritten_history_and_failing_episodes(run, agent, model, tmp_path):
     assert len(found) == row["episodes/rows"]
     for sample in found:
         failed = sample["reward"] is None
-        assert failed == ("raised: step: ValueError: a vowel" in (sample["reward_error"] or ""))
+        assert failed == ("raised: step: ValueError: unlucky" in (sample["reward_error"] or ""))
         trained = sum(count for value, count in sample["tokens"]["mask"] if value)
         assert trained == (0 if failed else sum(turn["stop"] - turn["start"] for turn in sample["turns"]))
 
