@@ -859,8 +859,8 @@ class ReferenceConfig:
 
 
 @dataclass(kw_only=True, slots=True)
-class LoopConfig:
-    """What every loop of reinforcement learning has, however its responses come about and are scored."""
+class GRPOConfig:
+    """Reinforcement learning with several responses to each prompt: GRPO, Dr. GRPO, RLOO, REINFORCE."""
 
     seed: int = 0
     """Seed of prompts, sampling and initial values; two runs with one seed give the same metrics."""
@@ -872,6 +872,8 @@ class LoopConfig:
     """Held-out problems; evaluation is off while neither `path` nor `task` is given."""
     eval_suites: list[SuiteConfig] = field(default_factory=list)
     """More held-out problems, each suite with rewards or an environment of its own and its metrics under its name."""
+    reward: RewardConfig = field(default_factory=RewardConfig)
+    """How responses are scored."""
     algorithm: AlgorithmConfig = field(default_factory=AlgorithmConfig)
     """From rewards to a loss."""
     reference: ReferenceConfig = field(default_factory=ReferenceConfig)
@@ -888,6 +890,8 @@ class LoopConfig:
         self.policy.training.check_ranks(ranks, "cluster.ranks")
         if self.reference.ranks:
             self._check_reference(self.reference.ranks)
+        self.check_data()
+        self.reward.check_placement(self.cluster, self.policy.rollout)
         self.policy.training.check_longest(*self.policy.rollout.longest)
         temperature = self.policy.rollout.temperature
         check(temperature > 0, "policy.rollout.temperature", temperature, "positive to train")
@@ -899,6 +903,12 @@ class LoopConfig:
         check_suites("eval_suites", self.eval_suites, self.trainer.eval_samples, self.trainer.eval_k, self.cluster,
                      self.policy.rollout)
 
+    def check_data(self) -> None:
+        """Raise ConfigError where rows have no prompts."""
+        self.data.check_prompts()
+        self.eval_data.check_prompts("eval_data")
+        check_prompts_of("eval_suites", self.eval_suites)
+
     def _check_reference(self, ranks: int) -> None:
         for nothing, why in ((not self.algorithm.kl.coefficient, "without a KL penalty (algorithm.kl.coefficient)"),
                              (self.policy.training.lora.rank, "with policy.training.lora, whose base is the reference"),
@@ -908,31 +918,21 @@ class LoopConfig:
 
 
 @dataclass(kw_only=True, slots=True)
-class GRPOConfig(LoopConfig):
-    """Reinforcement learning with several responses to each prompt: GRPO, Dr. GRPO, RLOO, REINFORCE."""
-
-    reward: RewardConfig = field(default_factory=RewardConfig)
-    """How responses are scored."""
-
-    def validate(self) -> None:
-        LoopConfig.validate(self)
-        self.data.check_prompts()
-        self.eval_data.check_prompts("eval_data")
-        check_prompts_of("eval_suites", self.eval_suites)
-        self.reward.check_placement(self.cluster, self.policy.rollout)
-
-
-@dataclass(kw_only=True, slots=True)
-class AgentConfig(LoopConfig):
+class AgentConfig(GRPOConfig):
     """Reinforcement learning on episodes: several turns in an environment, with tools, games or other players."""
 
     environment: EnvironmentConfig = field(default_factory=EnvironmentConfig)
     """Where episodes are played, and how they are scored."""
+    reward: OptionalRewardConfig = field(default_factory=OptionalRewardConfig)
+    """Rewards of trajectories on top of the environment's."""
 
     def validate(self) -> None:
-        LoopConfig.validate(self)
+        GRPOConfig.validate(self)
         check(self.environment.enabled, "environment.name", self.environment.name,
               "the name of an environment, or a class's import path (package.module:Class)")
+
+    def check_data(self) -> None:
+        """Nothing to check: environments may make up what rows lack."""
 
 
 @dataclass(kw_only=True, slots=True)

@@ -23,12 +23,14 @@ from hybridrl.config import AgentConfig
 from hybridrl.controller.cluster import Cluster
 from hybridrl.controller.evaluation import Evaluation
 from hybridrl.controller.player import Player, episode_metrics
+from hybridrl.controller.reward_groups import reward_groups
 from hybridrl.controller.run import Run
 from hybridrl.controller.suites import Suites
 from hybridrl.controller.worker_group import WorkerGroup
 from hybridrl.data import PromptLoader, load_prompts, row_seeds
 from hybridrl.metrics import average
 from hybridrl.models import load_tokenizer
+from hybridrl.rewards import Rewarder
 from hybridrl.workers.policy import PolicyWorker
 from hybridrl.workers.trainer import ReferenceWorker
 
@@ -36,9 +38,11 @@ from hybridrl.workers.trainer import ReferenceWorker
 @recipe("agent", AgentConfig)
 def main(cfg: AgentConfig) -> None:
     """Reinforcement learning on episodes in an environment, without a critic; `algorithm=` as in recipes.grpo."""
-    play, suites = Player(cfg.environment), Suites(cfg.eval_suites)
-    algorithm = Algorithm(cfg.algorithm, cfg.policy.rollout.max_response_tokens, absent=["reward_components"])
-    with Run(cfg, "agent") as run, suites, Cluster(cfg.cluster, run.log_dir) as cluster:
+    rewards, suites = Rewarder(cfg.reward), Suites(cfg.eval_suites)
+    play = Player(cfg.environment, rewards if cfg.reward.enabled else None)
+    algorithm = Algorithm(cfg.algorithm, cfg.policy.rollout.max_response_tokens, reward_weights=[1.0, *rewards.weights],
+                          absent=[] if cfg.reward.enabled else ["reward_components"])
+    with Run(cfg, "agent") as run, rewards, suites, Cluster(cfg.cluster, run.log_dir) as cluster:
         pool = cluster.pool()
         tokenizer = load_tokenizer(cfg.policy.model)
         longest = cfg.policy.rollout.max_prompt_tokens
@@ -47,6 +51,7 @@ def main(cfg: AgentConfig) -> None:
         problems = None
         if cfg.eval_data.enabled:
             problems = load_prompts(cfg.eval_data, tokenizer, longest, "eval_data").held_out(data)
+        rewards.groups = reward_groups(cfg.reward, cfg.policy, cluster, pool, cfg.seed)
         suites.load(cfg.policy, tokenizer, cluster, pool, cfg.seed, data)
         policy = WorkerGroup(PolicyWorker, pool, cfg.policy, cfg.seed, role="policy")
         reference = None
@@ -92,7 +97,7 @@ def main(cfg: AgentConfig) -> None:
             while groups.wants_more():
                 rounds.append(rollout(step, tasks.next_batch(cfg.trainer.prompts_per_step), groups.num_rounds))
                 groups.add(rounds[-1], rounds[-1]["rewards"], rounds[-1]["group_ids"])
-            metrics = finalize(groups.metrics()) | episode_metrics(concat(rounds))
+            metrics = play.metrics | episode_metrics(concat(rounds)) | finalize(groups.metrics())
             return concat([select(piece, rows) for piece, rows in groups.take()]), metrics
 
         for step, batch in run.steps(tasks):

@@ -13,6 +13,7 @@ import random
 import sys
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 from hybridrl.environments import Task
 from hybridrl.environments.guess import GuessNumber
@@ -21,7 +22,7 @@ from recipes.demo.make_model import make_model, make_tokenizer
 SEED = 0
 GAMES = 8000
 HALVING_FRAC = 0.25
-GAME = {"low": 1, "high": 15, "guesses": 4}
+GAME: dict[str, Any] = {"low": 1, "high": 15, "guesses": 4}
 """The game of `experiment=demo_agent`: halving always wins."""
 SHAPE = {"hidden_size": 64, "intermediate_size": 192, "num_attention_heads": 2, "num_key_value_heads": 2}
 

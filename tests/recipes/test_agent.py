@@ -91,11 +91,12 @@ def test_evaluation_and_resuming_change_nothing(run, agent, unbroken, tmp_path):
 
 
 def test_rewritten_history_and_failing_episodes(run, agent, model, tmp_path):
-    """ReMax with a template that shortens old turns, in a game that breaks now and then."""
+    """ReMax with a template that shortens old turns, in a game that breaks now and then; digits are worth something."""
     folder = Path(shutil.copytree(model, tmp_path / "model"))
     (folder / "chat_template.jinja").write_text(REWRITING)
     run(*agent, "algorithm=remax", "algorithm.responses_per_prompt=4", "environment.name=tests.recipes.games:Brittle",
         "trainer.steps=1", f"policy.model.path={folder}", "policy.rollout.engine=transformers",
+        "reward.functions=[{name: 'tests.recipes.reward_functions:digits', weight: 0.5}]", "reward.workers=1",
         f"trainer.run_dir={tmp_path / 'run'}", "trainer.save_samples=99")
     (row,) = metrics(tmp_path / "run").values()
     assert row["episodes/played"] == 16 < row["episodes/rows"]
@@ -104,7 +105,8 @@ def test_rewritten_history_and_failing_episodes(run, agent, model, tmp_path):
     found = samples(tmp_path / "run")
     assert len(found) == row["episodes/rows"]
     for sample in found:
-        failed = sample["reward"] is None
+        failed, parts = sample["reward"] is None, sample["reward_components"]
+        assert failed or sample["reward"] == pytest.approx(parts["environment"] + 0.5 * parts["digits"])
         assert failed == ("raised: step: ValueError: unlucky" in (sample["reward_error"] or ""))
         trained = sum(count for value, count in sample["tokens"]["mask"] if value)
         assert trained == (0 if failed else sum(turn["stop"] - turn["start"] for turn in sample["turns"]))

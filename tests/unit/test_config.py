@@ -328,7 +328,6 @@ def test_validate_all_goes_inside_out_and_hands_out_keys():
 @pytest.mark.parametrize(("recipe", "override", "message"), [
     ("agent", "environment.name=", "environment.name must be the name of an environment, or a class's import path "
                                    "(package.module:Class), got ''."),
-    ("agent", "reward.functions=[]", "Unknown option 'reward.functions'."),
     ("agent", "data={source: none, task_size: 0}", "data.task_size must be at least 1, got 0."),
     ("grpo", "data.source=none", "data.source must be a source of prompts without an environment, got 'none'."),
     ("ppo", "eval_data.source=none", "eval_data.source must be a source of prompts without an environment, got "
