@@ -1,6 +1,7 @@
 """Games of TextArena for one or more players, all played by the policy. Source: Guertler et al., arXiv:2504.11442."""
 
 import contextlib
+import random
 from collections.abc import Iterator
 from typing import Any
 
@@ -34,12 +35,15 @@ class TextArena(Environment):
             from textarena.envs.registration import ENV_REGISTRY
         if game not in ENV_REGISTRY:
             raise ConfigError(f"{KEY}.game: " + unknown("TextArena game", game, ENV_REGISTRY))
+        drawn = random.getstate()  # games seed the generator of the whole process
         try:
             _made(game, make or {}).reset(num_players=players, seed=0)
         except Exception as error:  # games raise any kind for options that they don't know
             said = " ".join(str(error).replace("*", "").split())[:300]
             raise ConfigError(f"{KEY}: TextArena can't begin {game} with players={players} and make={make or {}}: "
                               f"{type(error).__name__}: {said}") from error
+        finally:
+            random.setstate(drawn)
 
     def reset(self, task: Task) -> Step:
         game, make = self._arguments

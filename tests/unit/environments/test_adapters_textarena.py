@@ -1,5 +1,6 @@
 """Games of TextArena, by scripted players and by an engine."""
 
+import random
 import sys
 
 import pytest
@@ -59,6 +60,13 @@ def test_a_single_player_guesses_a_hidden_number():
     low, high, last = 1, 20, 0
     ((replies, end),) = episodes("textarena", {"game": "GuessTheNumber-v0"}, [guess] * 5)
     assert end == {"agent": 1.0} and replies[-1].done and {reply.agent for reply in replies} == {"agent"}
+
+
+def test_checking_options_draws_no_random_numbers():
+    random.seed(3)
+    expected = random.Random(3).random()
+    bind("textarena", TIC_TAC_TOE)
+    assert random.random() == expected
 
 
 def test_kinds_of_messages_may_be_names():
