@@ -10,7 +10,6 @@ the tokens that were fed and sampled.
 """
 
 import asyncio
-import importlib
 import inspect
 import os
 from collections.abc import Callable
@@ -20,6 +19,7 @@ from hybridrl.environments.environment import Environment, Task, Trajectory
 from hybridrl.environments.record import EnvironmentFailure
 from hybridrl.environments.tools.calls import FORMATS
 from hybridrl.errors import ConfigError, unknown
+from hybridrl.importing import imported
 from hybridrl.rewards.binding import BoundReward, bind
 
 KEY = "environment.options"
@@ -104,17 +104,9 @@ class AgentEnvironment(Environment):
 
 
 def _imported(path: str) -> Callable[..., Any]:
-    module_name, colon, attribute = path.partition(":")
-    if not colon or not attribute or module_name == "__main__":
-        raise ConfigError(f"{KEY}.function must be an import path, package.module:function, got {path!r}.")
-    try:
-        module = importlib.import_module(module_name)
-    except (Exception, SystemExit) as error:  # a module may raise anything while it is imported
-        raise ConfigError(f"{KEY}.function: can't import {module_name!r} of {path!r}: {error!r}.") from error
-    agent = getattr(module, attribute, None)
+    agent = imported(path, f"{KEY}.function", "agent")
     if not callable(agent):
-        names = [n for n, value in vars(module).items() if inspect.isfunction(value) and not n.startswith("_")]
-        raise ConfigError(f"{KEY}.function: " + unknown(f"function in module {module_name!r}", attribute, names))
+        raise ConfigError(f"{KEY}.function: {path!r} must be a function or a class, got {type(agent).__name__}.")
     return agent
 
 

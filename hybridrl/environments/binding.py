@@ -1,6 +1,5 @@
 """From a configured name and options to an environment class that accepts them."""
 
-import importlib
 import inspect
 import types
 import typing
@@ -9,6 +8,7 @@ from typing import Any
 
 from hybridrl.environments.environment import AsyncEnvironment, Environment
 from hybridrl.errors import ConfigError, unknown
+from hybridrl.importing import imported
 
 ENVIRONMENTS: dict[str, str] = {
     "agent": "hybridrl.environments.agent:AgentEnvironment",
@@ -59,24 +59,14 @@ def bind(name: str, options: dict[str, Any]) -> BoundEnvironment:
 
 def _imported(name: str) -> type[Environment]:
     path = ENVIRONMENTS.get(name, name)
-    module_name, colon, attribute = path.partition(":")
-    if not colon:
-        raise ConfigError(f"{KEY}.name: " + unknown("environment", name, [*ENVIRONMENTS, "package.module:Class"]))
-    if module_name == "__main__":
-        raise ConfigError(f"{KEY}.name: {path!r} can't be imported by the environment processes; move the class into "
-                          "a module.")
-    try:
-        module = importlib.import_module(module_name)
-    except (Exception, SystemExit) as error:  # a module may raise anything while it is imported
-        raise ConfigError(f"{KEY}.name: can't import {module_name!r} of {path!r}: {error!r}.") from error
-    if not hasattr(module, attribute):
-        names = [n for n, value in vars(module).items() if isinstance(value, type) and issubclass(value, Environment)
-                 and value not in (Environment, AsyncEnvironment)]
-        raise ConfigError(f"{KEY}.name: " + unknown(f"environment in module {module_name!r}", attribute, names))
-    cls = getattr(module, attribute)
-    if not (isinstance(cls, type) and issubclass(cls, Environment)):
+    cls = imported(path, f"{KEY}.name", "environment", ENVIRONMENTS, _is_environment)
+    if not _is_environment(cls):
         raise ConfigError(f"{KEY}.name: {path!r} must be a subclass of hybridrl.environments.Environment, got {cls!r}.")
     return cls
+
+
+def _is_environment(value: Any) -> bool:
+    return isinstance(value, type) and issubclass(value, Environment) and value not in (Environment, AsyncEnvironment)
 
 
 def _check_options(cls: type[Environment], name: str, options: dict[str, Any]) -> None:

@@ -1,12 +1,12 @@
 """From a configured name and options to a function of a row that returns a finite score or raises."""
 
-import importlib
 import inspect
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
 from hybridrl.errors import ConfigError, unknown
+from hybridrl.importing import imported
 from hybridrl.rewards.functions import REWARDS, extractor
 
 MAX_SCORE = 1e30
@@ -48,21 +48,7 @@ def bind(name: str, options: dict[str, Any]) -> BoundReward:
 
 
 def _imported(path: str) -> Callable[..., Any]:
-    module_name, colon, attribute = path.partition(":")
-    if not colon:
-        choices = [*REWARDS, "package.module:function"]
-        raise ConfigError("reward.functions: " + unknown("reward function", path, choices))
-    if module_name == "__main__":
-        raise ConfigError(f"reward.functions: {path!r} can't be imported by the reward processes; move the function "
-                          "into a module.")
-    try:
-        module = importlib.import_module(module_name)
-    except (Exception, SystemExit) as error:  # a module may raise anything while it is imported
-        raise ConfigError(f"reward.functions: can't import {module_name!r} of {path!r}: {error!r}.") from error
-    if not hasattr(module, attribute):
-        names = [n for n, value in vars(module).items() if inspect.isfunction(value) and not n.startswith("_")]
-        raise ConfigError("reward.functions: " + unknown(f"function in module {module_name!r}", attribute, names))
-    function = getattr(module, attribute)
+    function = imported(path, "reward.functions", "reward function", REWARDS, inspect.isfunction)
     if not callable(function):
         raise ConfigError(f"reward.functions: {path!r} must be a function, got {type(function).__name__}.")
     return function

@@ -28,6 +28,7 @@ LAYERS = {
     "hybridrl.config": 1,
     "hybridrl.config_reference": 1,
     "hybridrl.errors": 1,
+    "hybridrl.importing": 1,
     "hybridrl.metrics": 1,
     "hybridrl.plot": 1,
     "hybridrl.samples": 1,

@@ -210,10 +210,10 @@ def config(*functions: str | RewardFunctionConfig, **options) -> RewardConfig:
 
 
 @pytest.mark.parametrize(("name", "options", "message"), [
-    ("exakt", {}, r"Unknown reward function 'exakt'\. Did you mean exact\?.*package\.module:function"),
+    ("exakt", {}, r"Unknown reward function 'exakt'\. Did you mean exact\?.*package\.module:name"),
     ("nowhere.at_all:f", {}, r"can't import 'nowhere\.at_all' of 'nowhere\.at_all:f': ModuleNotFoundError"),
-    ("__main__:f", {}, r"'__main__:f' can't be imported by the reward processes"),
-    ("OWN:lenght", {}, r"Unknown function in module 'OWN' 'lenght'\. Did you mean length\?"),
+    ("__main__:f", {}, r"'__main__:f' can't be imported by other processes"),
+    ("OWN:lenght", {}, r"Unknown reward function in module 'OWN' 'lenght'\. Did you mean length\?"),
     ("OWN:value", {}, r"'OWN:value' must be a function, got int"),
     ("OWN:positional", {}, r"'OWN:positional' needs 'response', which is neither"),
     ("OWN:unknown", {}, r"'OWN:unknown' needs 'completion', which is neither .* response, answer, prompt, task"),

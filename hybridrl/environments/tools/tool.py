@@ -1,6 +1,5 @@
 """From a Python function to a tool: its JSON schema, and arguments checked against it."""
 
-import importlib
 import inspect
 import typing
 from collections.abc import Callable, Mapping
@@ -8,6 +7,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from hybridrl.errors import ConfigError, unknown
+from hybridrl.importing import imported
 
 TOOLS: dict[str, str] = {
     "calculator": "hybridrl.environments.tools.calculator:calculator",
@@ -115,19 +115,9 @@ def _undocumented(function: Callable[..., Any]) -> list[str]:
 
 
 def _imported(path: str) -> Any:
-    module_name, colon, attribute = TOOLS.get(path, path).partition(":")
-    if not colon:
-        raise ConfigError(f"{KEY}: " + unknown("tool", path, [*TOOLS, "package.module:function"]))
-    if module_name == "__main__":
-        raise ConfigError(f"{KEY}: {path!r} can't be imported by the environment processes; move it into a module.")
-    try:
-        module = importlib.import_module(module_name)
-    except (Exception, SystemExit) as error:  # a module may raise anything while it is imported
-        raise ConfigError(f"{KEY}: can't import {module_name!r} of {path!r}: {error!r}.") from error
-    function = getattr(module, attribute, None)
+    function = imported(TOOLS.get(path, path), KEY, "tool", TOOLS)
     if not callable(function):
-        names = [n for n, value in vars(module).items() if inspect.isfunction(value) and not n.startswith("_")]
-        raise ConfigError(f"{KEY}: " + unknown(f"function in module {module_name!r}", attribute, names))
+        raise ConfigError(f"{KEY}: {path!r} must be a function or a class, got {type(function).__name__}.")
     return function
 
 

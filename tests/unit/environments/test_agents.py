@@ -322,9 +322,10 @@ def test_too_many_failures_are_one_clear_error(runner):
 
 @pytest.mark.parametrize(("options", "said"), [
     ({}, "environment 'agent' needs 'function'"),
-    ({"function": "solve"}, "must be an import path, package.module:function, got 'solve'"),
+    ({"function": "solve"}, "Unknown agent 'solve'. Choices: package.module:name"),
     ({"function": "no.such:thing"}, "can't import 'no.such'"),
-    ({"function": f"{AGENTS}:tolk"}, "Unknown function in module .* 'tolk'. Did you mean talk"),
+    ({"function": f"{AGENTS}:tolk"}, "Unknown agent in module .* 'tolk'. Did you mean talk"),
+    ({"function": f"{AGENTS}:KEYS"}, "must be a function or a class, got list"),
     ({"function": f"{AGENTS}:talk", "options": {"turn": 2}}, "Unknown option of agent .* 'turn'. Did you mean turns"),
     ({"function": f"{AGENTS}:talk", "options": {"model": "x"}}, "Unknown option of agent"),
     ({"function": f"{AGENTS}:say"}, "agent .* needs 'client'"),

@@ -96,6 +96,8 @@ class Server:
         except web.HTTPException as found:
             error = ApiError(f"{request.method} {request.path} is not offered here: {found.reason}.",
                              status=found.status)
+        except Exception as found:  # of the engine, which ends the run, or a mistake of ours: no call is left hanging
+            error = ApiError(f"{type(found).__name__}: {found}", status=500, kind="server_error")
         return web.json_response(error.body, status=error.status)
 
     def _key(self, request: web.Request) -> str:
