@@ -18,6 +18,7 @@ from hybridrl.algorithms.groups import Groups, Trajectories
 from hybridrl.algorithms.masked import select
 from hybridrl.algorithms.returns import folded_rewards, reward_to_go, row_scores
 from hybridrl.algorithms.tables import Table, option
+from hybridrl.algorithms.trajectories import over_trajectories
 
 ADVANTAGES = Table("advantage")
 
@@ -80,6 +81,7 @@ def outcome_groups(
 
 
 @ADVANTAGES.register("remax", aggregation="seq-mean-token-sum")
+@over_trajectories
 @torch.no_grad()
 def remax_advantages(
     greedy_rewards: Tensor,

@@ -10,6 +10,7 @@ from hybridrl.algorithms.columns import check_rows, check_tokens, given
 from hybridrl.algorithms.masked import finite, select, whiten
 from hybridrl.algorithms.returns import backward_scan, folded_rewards
 from hybridrl.algorithms.tables import option
+from hybridrl.algorithms.trajectories import over_trajectories
 
 
 @dataclass(kw_only=True)
@@ -27,6 +28,7 @@ class GaeOptions:
 
 
 @ADVANTAGES.register("gae", options=GaeOptions, aggregation="token-mean")
+@over_trajectories
 @torch.no_grad()
 def gae_advantages(
     values: Tensor,
@@ -63,7 +65,7 @@ def gae_advantages(
     valid = valid & (known | ~mask).all(dim=1)
     keep = mask & valid[:, None]
     value = torch.where(mask & known, values.double(), 0.0)
-    last = torch.zeros_like(value[:, :1]) if bootstrap_values is None else bootstrap_values.double()[:, None]
+    last = value.new_zeros(len(value), 1) if bootstrap_values is None else bootstrap_values.double()[:, None]
     delta = select(folded + gamma * _next_value(value, mask, last.nan_to_num(posinf=0, neginf=0)) - value, keep)
 
     decay = gamma * (

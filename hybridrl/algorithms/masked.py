@@ -90,24 +90,21 @@ def _columns(mask: Tensor) -> Tensor:
     return torch.arange(mask.shape[1], dtype=torch.int32, device=mask.device)
 
 
-def centre(values: Tensor, weights: Tensor | None = None) -> Tensor:
-    """Values of a 1-d float64 tensor minus their (weighted) mean; entries of weight 0 don't count in it.
+def centre(values: Tensor) -> Tensor:
+    """Values of a 1-d float64 tensor minus their mean.
 
     The smallest value goes first, so equal values give exactly 0 and a huge common offset does not matter.
     """
-    low, above = low_and_mean(values, weights)
+    low, above = low_and_mean(values)
     return (values - low) - above
 
 
-def low_and_mean(values: Tensor, weights: Tensor | None = None) -> tuple[Tensor, Tensor]:
-    """Smallest entry (0-d) of a 1-d float64 tensor and how far the (weighted) mean lies above; 0, 0 if empty."""
-    if weights is not None:
-        values, weights = values[weights > 0], weights[weights > 0]
+def low_and_mean(values: Tensor) -> tuple[Tensor, Tensor]:
+    """Smallest entry (0-d) of a 1-d float64 tensor and how far the mean lies above; 0, 0 if empty."""
     if values.numel() == 0:
         return values.new_zeros(()), values.new_zeros(())
     low = values.min()
-    above = values - low
-    return low, above.mean() if weights is None else (above * weights).sum() / weights.sum()
+    return low, (values - low).mean()
 
 
 def whiten(x: Tensor, mask: Tensor, *, shift_mean: bool = True) -> Tensor:

@@ -6,19 +6,25 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from hybridrl.algorithms.columns import check_ids
+from hybridrl.algorithms.columns import check_ids, given
 from hybridrl.algorithms.masked import low_and_mean
 from hybridrl.algorithms.reinforce import episode_returns
 from hybridrl.algorithms.returns import folded_rewards, reward_to_go
+from hybridrl.algorithms.trajectories import EndToEnd
 
 
 def mean_return(
-    mask: Tensor, rewards: Tensor | None = None, token_rewards: Tensor | None = None, *, gamma: float = 1.0
+    mask: Tensor, rewards: Tensor | None = None, token_rewards: Tensor | None = None,
+    trajectory_ids: Tensor | None = None, *, gamma: float = 1.0
 ) -> float:
-    """Mean episode return over scorable rows with trainable tokens: what `MovingBaseline.update` takes."""
-    folded, valid = folded_rewards(mask, rewards, token_rewards)
-    episodes, weights = episode_returns(reward_to_go(folded, mask, gamma), mask & valid[:, None])
-    return float(sum(low_and_mean(episodes, weights)))
+    """Mean episode return over scorable rows (or trajectories) with trainable tokens, for `MovingBaseline.update`."""
+    columns = given(mask=mask, rewards=rewards, token_rewards=token_rewards)
+    if trajectory_ids is not None:
+        columns = EndToEnd(trajectory_ids).joined(columns)
+    mask = columns["mask"]
+    folded, valid = folded_rewards(mask, columns.get("rewards"), columns.get("token_rewards"))
+    episodes, counted = episode_returns(reward_to_go(folded, mask, gamma), mask & valid[:, None])
+    return float(sum(low_and_mean(episodes[counted])))
 
 
 class MovingBaseline:
@@ -61,19 +67,20 @@ class AgentBaselines:
         values = [self.agents[a].value if a in self.agents else 0.0 for a in agent_ids.tolist()]
         return torch.tensor(values, dtype=torch.float64, device=agent_ids.device)
 
-    def update(self, agent_ids: Tensor, mask: Tensor, rewards: Tensor, token_rewards: Tensor | None = None, *,
-               gamma: float = 1.0) -> None:
+    def update(self, agent_ids: Tensor, mask: Tensor, rewards: Tensor, token_rewards: Tensor | None = None,
+               trajectory_ids: Tensor | None = None, *, gamma: float = 1.0) -> None:
         """Add the mean return of each agent that has a scorable row with trainable tokens.
 
         Args:
             agent_ids: [B] int64. mask: [B, R] bool. rewards: [B] float, or token_rewards: [B, R] float too.
+            trajectory_ids: [B] int64; rows that share one count once.
         """
         check_ids(mask, agent_ids=agent_ids)
         counted = mask.any(dim=1) & rewards.isfinite()
         for agent in agent_ids[counted].unique().tolist():
             rows = counted & (agent_ids == agent)
-            by_token = None if token_rewards is None else token_rewards[rows]
-            mean = mean_return(mask[rows], rewards[rows], by_token, gamma=gamma)
+            by_token, trajectories = (None if x is None else x[rows] for x in (token_rewards, trajectory_ids))
+            mean = mean_return(mask[rows], rewards[rows], by_token, trajectories, gamma=gamma)
             self.agents.setdefault(agent, MovingBaseline(self.decay)).update(mean)
 
     def state_dict(self) -> dict[str, Any]:

@@ -7,9 +7,11 @@ from hybridrl.algorithms.advantages import ADVANTAGES, Advantages, cast, output_
 from hybridrl.algorithms.columns import check_ids, check_tokens
 from hybridrl.algorithms.masked import select
 from hybridrl.algorithms.returns import folded_rewards, reward_to_go
+from hybridrl.algorithms.trajectories import over_trajectories
 
 
 @ADVANTAGES.register("optimal_token_baseline", aggregation="token-mean", traits=("groups",))
+@over_trajectories
 @torch.no_grad()
 def optimal_token_baseline_advantages(
     old_log_probs: Tensor,

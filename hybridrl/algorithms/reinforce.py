@@ -7,11 +7,12 @@ from torch import Tensor
 
 from hybridrl.algorithms.advantages import ADVANTAGES, Advantages, cast, outcome_groups, output_dtype
 from hybridrl.algorithms.columns import check_ids, given, need
-from hybridrl.algorithms.groups import Groups, Trajectories
+from hybridrl.algorithms.groups import Groups
 from hybridrl.algorithms.masked import first_trainable, low_and_mean, select, whiten
 from hybridrl.algorithms.returns import folded_rewards, reward_to_go
 from hybridrl.algorithms.reward_shaping import kl_in_reward
 from hybridrl.algorithms.tables import option
+from hybridrl.algorithms.trajectories import over_trajectories
 
 
 @dataclass(kw_only=True)
@@ -25,13 +26,13 @@ class ReinforceOptions:
 
 
 @ADVANTAGES.register("reinforce", options=ReinforceOptions, aggregation="seq-mean-token-sum")
+@over_trajectories
 @torch.no_grad()
 def reinforce_advantages(
     mask: Tensor,
     rewards: Tensor | None = None,
     token_rewards: Tensor | None = None,
     group_ids: Tensor | None = None,
-    trajectory_ids: Tensor | None = None,
     moving_baseline: Tensor | float | None = None,
     *,
     baseline: str = ReinforceOptions.baseline,
@@ -41,8 +42,7 @@ def reinforce_advantages(
     """Reward-to-go minus a baseline: A[b,t] = G[b,t] - c.
 
     c is 0 ("none"), the mean episode return of the batch ("batch") or of the row's group ("group") over rows
-    with trainable tokens, or a running mean of earlier batches ("moving", see `MovingBaseline`). Rows that share
-    a trajectory count in the means with weight one over their number.
+    with trainable tokens, or a running mean of earlier batches ("moving", see `MovingBaseline`).
 
     Args:
         mask: [B, R] bool.
@@ -56,10 +56,10 @@ def reinforce_advantages(
     Source: Williams 1992.
     """
     folded, valid = folded_rewards(mask, rewards, token_rewards)
-    check_ids(mask, **given(group_ids=group_ids, trajectory_ids=trajectory_ids))
+    check_ids(mask, **given(group_ids=group_ids))
     returns = reward_to_go(folded, mask, gamma)
     keep = mask & valid[:, None]
-    low, above = _baseline(returns, keep, baseline, group_ids, trajectory_ids, moving_baseline, singleton)
+    low, above = _baseline(returns, keep, baseline, group_ids, moving_baseline, singleton)
     dtype = output_dtype(rewards, token_rewards)
     return Advantages(cast(select((returns - low) - above, keep), dtype), cast(returns, dtype))
 
@@ -69,7 +69,6 @@ def _baseline(
     keep: Tensor,
     kind: str,
     group_ids: Tensor | None,
-    trajectory_ids: Tensor | None,
     moving: Tensor | float | None,
     singleton: str,
 ) -> tuple[Tensor, Tensor]:
@@ -81,25 +80,22 @@ def _baseline(
         moving = need("baseline 'moving'", "moving_baseline", moving)
         past = torch.as_tensor(moving, dtype=returns.dtype, device=returns.device)
         return past[:, None] if past.dim() else past, zero
-    episodes, weights = episode_returns(returns, keep, trajectory_ids)
+    episodes, counted = episode_returns(returns, keep)
     if kind == "batch":
-        return low_and_mean(episodes, weights)
+        return low_and_mean(episodes[counted])
     group_ids = need("baseline 'group'", "group_ids", group_ids)
-    groups = Groups.of(torch.where(weights > 0, episodes, torch.nan), group_ids)
-    low, above = (x[groups.index][:, None] for x in groups.baseline(weights))
-    lone = (groups.sum(weights)[groups.index] < 1.5)[:, None]  # weights of one trajectory's rows add up to 1
+    groups = Groups.of(torch.where(counted, episodes, torch.nan), group_ids)
+    low, above = (x[groups.index][:, None] for x in groups.baseline())
+    lone = (groups.count()[groups.index] < 2)[:, None]
     return torch.where(lone, returns if singleton == "zero" else zero, low), torch.where(lone, zero, above)
 
 
-def episode_returns(returns: Tensor, keep: Tensor, trajectory_ids: Tensor | None = None) -> tuple[Tensor, Tensor]:
-    """Episode return G[first] and statistical weight of each row; 0 for rows that don't count."""
+def episode_returns(returns: Tensor, keep: Tensor) -> tuple[Tensor, Tensor]:
+    """Episode return G[first] [B], and which rows have one [B] bool; 0 where not."""
     first = first_trainable(keep)
     if keep.shape[1] == 0:
-        return returns.new_zeros(keep.shape[0]), returns.new_zeros(keep.shape[0])
-    episodes = returns.gather(1, first.clamp(min=0)[:, None]).squeeze(1)
-    counted = (first >= 0).double()
-    rows = Trajectories.of(counted, trajectory_ids)
-    return episodes, counted / rows.total(counted)[rows.index].clamp(min=1)
+        return returns.new_zeros(keep.shape[0]), first >= 0
+    return returns.gather(1, first.clamp(min=0)[:, None]).squeeze(1), first >= 0
 
 
 @dataclass(kw_only=True)
@@ -109,6 +105,7 @@ class ReinforcePPOptions:
 
 
 @ADVANTAGES.register("reinforce_pp", options=ReinforcePPOptions, aggregation="token-mean")
+@over_trajectories
 @torch.no_grad()
 def reinforce_pp_advantages(
     mask: Tensor,

@@ -52,7 +52,7 @@ class Steering:
         past = self.baselines.rows(agents)
         self.metrics["advantage/moving_baseline"] = float(past.mean()) if len(past) else 0.0
         self.baselines.update(agents, columns["mask"], columns["rewards"], columns.get("token_rewards"),
-                              gamma=self.gamma)
+                              columns.get("trajectory_ids"), gamma=self.gamma)
         return {**columns, "moving_baseline": past}
 
     def before_update(self, columns: dict[str, Tensor]) -> None:

@@ -11,6 +11,7 @@ from hybridrl.algorithms.groups import Groups
 from hybridrl.algorithms.masked import select
 from hybridrl.algorithms.returns import folded_rewards
 from hybridrl.algorithms.tables import option
+from hybridrl.algorithms.trajectories import over_trajectories
 
 
 def turn_ids(mask: Tensor) -> Tensor:
@@ -33,6 +34,7 @@ class TurnLevelOptions:
 
 
 @ADVANTAGES.register("turn_level", options=TurnLevelOptions, aggregation="token-mean")
+@over_trajectories
 @torch.no_grad()
 def turn_level_advantages(
     mask: Tensor,

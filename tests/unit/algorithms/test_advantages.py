@@ -347,6 +347,71 @@ def test_trajectories_count_once():
         compute_advantages("dr_grpo", {**columns, "rewards": torch.tensor([1.0, 0.0, 0.0, 1.0])})
 
 
+# Trajectory 5 is rows 0 and 2: tokens with rewards 0, 1, then 0, 4.
+ROWS = {
+    "mask": torch.tensor([[1, 1, 0], [1, 0, 0], [1, 0, 1]]).bool(),
+    "token_rewards": torch.tensor([[0.0, 1, 0], [2, 0, 0], [0, 0, 4]]),
+    "group_ids": torch.zeros(3).long(),
+    "trajectory_ids": torch.tensor([5, 3, 5]),
+}
+
+
+def test_later_rows_of_a_trajectory_are_credited_to_earlier_ones():
+    discounted = compute_advantages("reinforce", ROWS, {"gamma": 0.5}).returns
+    assert discounted.tolist() == [[1, 2, 0], [2, 0, 0], [2, 0, 4]]
+    centred = compute_advantages("reinforce", ROWS, {"baseline": "group"}).advantages  # mean of 5 and 2
+    assert centred.tolist() == [[1.5, 1.5, 0], [-1.5, 0, 0], [0.5, 0, 0.5]]
+    turns = compute_advantages("turn_level", ROWS, {"gamma": 0.5, "baseline": "none"}).returns
+    assert turns.tolist() == [[2, 2, 0], [2, 0, 0], [2, 0, 4]]
+    values = {"values": torch.ones(3, 3), "bootstrap_values": torch.tensor([9.0, 0.0, 2.0])}
+    estimated = compute_advantages("gae", ROWS | values, {"lam": 0.5, "whiten": False}).advantages
+    assert estimated.tolist() == [[1.125, 2.25, 0], [1, 0, 0], [2.5, 0, 5]]  # deltas 0, 1, 0, 5 and 1
+    assert mean_return(ROWS["mask"], None, ROWS["token_rewards"], ROWS["trajectory_ids"]) == 3.5
+    one_failed = ROWS | {"rewards": torch.tensor([1.0, 2.0, torch.nan])}
+    assert compute_advantages("reinforce", one_failed).advantages.tolist() == [[0, 0, 0], [2, 0, 0], [0, 0, 0]]
+    with pytest.raises(BatchError, match="share 'group_ids'"):
+        compute_advantages("reinforce", ROWS | {"group_ids": torch.tensor([0, 0, 1])})
+    with pytest.raises(BatchError, match=r"'token_rewards' must be \[3, 3\] like 'mask', or one value a row"):
+        compute_advantages("reinforce", ROWS | {"token_rewards": torch.zeros(3, 2)})
+
+
+@pytest.mark.parametrize("name", ["gae", "optimal_token_baseline", "reinforce", "reinforce_pp", "remax", "turn_level"])
+def test_rows_of_a_trajectory_are_as_one_long_row(name):
+    g, shape = torch.Generator().manual_seed(0), (6, 4)
+    rows = {
+        "mask": torch.rand(shape, generator=g) < 0.6,
+        **{column: torch.randn(shape, generator=g).double() for column in ("token_rewards", "values")},
+        **{column: -torch.rand(shape, generator=g).double() for column in ("old_log_probs", "ref_log_probs")},
+        "sum_squared_probs": torch.rand(shape, generator=g).double(),
+    }
+    ids, groups = torch.tensor([2, 7, 2, 9, 7, 2]), torch.tensor([0, 1, 0, 0, 1, 0])
+    order = {2: [0, 2, 5], 7: [1, 4], 9: [3]}
+    long = {column: torch.zeros(3, 15, dtype=x.dtype) for column, x in rows.items()}
+    for i, members in enumerate(order.values()):
+        for k, b in enumerate(members):
+            for column, x in rows.items():
+                long[column][i, 5 * k:5 * k + 4] = x[b]
+    greedy = {2: 0.3, 7: 0.1, 9: 0.4}
+    rows |= {"group_ids": groups, "trajectory_ids": ids, "greedy_rewards": torch.tensor([greedy[int(i)] for i in ids])}
+    long |= {"group_ids": torch.tensor([0, 1, 0]), "greedy_rewards": torch.tensor(list(greedy.values()))}
+    options = {"reinforce": {"gamma": 0.9, "baseline": "batch"}, "gae": {"gamma": 0.9, "lam": 0.8, "lam_alpha": 0.5},
+               "reinforce_pp": {"kl_coef": 0.1}}.get(name, {})
+    got, expected = (compute_advantages(name, columns, options) for columns in (rows, long))
+    for ours, theirs in zip(got, expected, strict=True):
+        assert ours.any()
+        for i, members in enumerate(order.values()):
+            for k, b in enumerate(members):
+                torch.testing.assert_close(ours[b], theirs[i, 5 * k:5 * k + 4])
+
+
+def test_batches_without_a_response_token():
+    nothing = torch.zeros(3, 0, dtype=torch.bool)
+    columns = {"values": torch.zeros(3, 0), "mask": nothing, "rewards": torch.ones(3)}
+    for further in {}, {"trajectory_ids": torch.tensor([1, 1, 2])}:
+        for name in "gae", "reinforce":
+            assert compute_advantages(name, columns | further).returns.shape == (3, 0)
+
+
 def test_kl_in_reward_enters_before_the_baseline():
     mask = torch.ones(2, 2, dtype=torch.bool)
     old, ref = torch.tensor([[-1.0, -1.0], [-1.0, -2.0]]), torch.tensor([[-1.5, -1.0], [-1.0, -1.0]])
