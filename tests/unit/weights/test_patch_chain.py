@@ -4,6 +4,7 @@ import random
 
 import pytest
 import torch
+import xxhash
 
 from hybridrl.errors import DamagedPatchError, PatchBaseError, PatchError, SyncError
 from hybridrl.workers.weights.patch_chain import PatchReceiver, PatchSender
@@ -166,6 +167,18 @@ def test_when_one_tensor_objects_none_is_written():
     with pytest.raises(PatchBaseError, match="proj"):
         receiver.apply(data)
     assert_same(held, before)
+
+
+def test_a_full_state_whose_elements_are_not_what_its_digests_say():
+    weights, held, sender, receiver = pair()
+    data = bytearray(sender.full(weights.items(), 1))
+    data[-17] ^= 1  # in the last dense tensor, by someone who corrects the checksum
+    data[-16:] = xxhash.xxh3_128_digest(data[:-16])
+    before = {name: weight.clone() for name, weight in held.items()}
+    with pytest.raises(DamagedPatchError, match="scalar is not what its digest says"):
+        receiver.apply(bytes(data))
+    assert_same(held, before)
+    assert receiver.state.version == 0
 
 
 def test_nothing_changed():
