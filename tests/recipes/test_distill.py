@@ -32,16 +32,19 @@ def distill(grpo, teacher) -> list[str]:
 def sampled(run, distill, tmp_path_factory) -> Path:
     """Folder of two steps, evaluated, rewards learnt from as well."""
     folder = tmp_path_factory.mktemp("sampled") / "run"
-    held_out = write_jsonl(folder.parent / "held_out.jsonl", [{"prompt": "20+21=", "answer": "41"}])
-    run(*distill, f"eval_data.path={held_out}", "algorithm.advantage.options.reward_coef=0.5",
-        f"trainer.run_dir={folder}")
+    held_out = write_jsonl(folder.parent / "held_out.jsonl", [
+        {"prompt": "20+21=", "answer": "41"}, {"prompt": "20+22=", "answer": "42"}])
+    run(*distill, f"eval_data.path={held_out}",
+        f"eval_suites=[{{name: more, data: {{path: {held_out}}}, reward: {{functions: [{{name: numeric}}]}}}}]",
+        "algorithm.advantage.options.reward_coef=0.5", f"trainer.run_dir={folder}")
     return folder
 
 
 def test_the_policy_learns_from_the_teachers_opinion(sampled):
     rows = read_metrics(sampled / "metrics.jsonl")
     assert [row["step"] for row in rows] == [0, 1, 2]
-    assert "eval/accuracy" in rows[0] and "eval/accuracy" not in rows[1] and "eval/accuracy" in rows[2]
+    for name in ("eval/accuracy", "eval/more/accuracy_low"):
+        assert name in rows[0] and name not in rows[1] and name in rows[2]
     for row in rows[1:]:
         assert row["distill/kl"] > 0.1 and row["train/grad_norm"] > 0 and row["mismatch/max_gap"] < 1e-5
         # no baseline: the mean over tokens of teacher - policy + 0.5 r

@@ -28,15 +28,19 @@ def ppo(grpo) -> list[str]:
 def local(run, ppo, tmp_path_factory) -> Path:
     """Folder of two steps with the critic on the policy's only rank."""
     folder = tmp_path_factory.mktemp("local") / "run"
-    held_out = write_jsonl(folder.parent / "held_out.jsonl", [{"prompt": "20+21=", "answer": "41"}])
-    run(*ppo, f"eval_data.path={held_out}", f"trainer.run_dir={folder}")
+    held_out = write_jsonl(folder.parent / "held_out.jsonl", [
+        {"prompt": "20+21=", "answer": "41"}, {"prompt": "20+22=", "answer": "42"}])
+    run(*ppo, f"eval_data.path={held_out}",
+        f"eval_suites=[{{name: more, data: {{path: {held_out}}}, reward: {{functions: [{{name: numeric}}]}}}}]",
+        f"trainer.run_dir={folder}")
     return folder
 
 
 def test_policy_and_critic_learn_in_every_step(local):
     rows = read_metrics(local / "metrics.jsonl")
     assert [row["step"] for row in rows] == [0, 1, 2]
-    assert "eval/accuracy" in rows[0] and "eval/accuracy" not in rows[1] and "eval/accuracy" in rows[2]
+    for name in ("eval/accuracy", "eval/more/accuracy_low"):
+        assert name in rows[0] and name not in rows[1] and name in rows[2]
     for row in rows[1:]:
         assert {"critic/vf_loss", "critic/vf_clipfrac", "critic/explained_variance"} <= row.keys()
         assert row["critic/vf_loss"] > 0 and row["critic/grad_norm"] > 0 and row["train/grad_norm"] > 0
