@@ -40,7 +40,7 @@ from hybridrl.workers.teacher import TeacherWorker
 @recipe("distill", DistillConfig)
 def main(cfg: DistillConfig) -> None:
     """On-policy distillation: learn from a larger teacher on the policy's own samples."""
-    rewards, suites = Rewarder(cfg.reward), Suites(cfg.eval_suites)
+    rewards, suites = Rewarder(cfg.reward), Suites(cfg.eval_data, cfg.eval_suites)
     algorithm = Algorithm(cfg.algorithm, cfg.policy.rollout.max_response_tokens, columns=["teacher_log_probs"],
                           reward_weights=rewards.weights)
     check_distillation(cfg.distill, algorithm, rewards.components)
@@ -51,18 +51,15 @@ def main(cfg: DistillConfig) -> None:
         longest = cfg.policy.rollout.max_prompt_tokens
         data = load_prompts(cfg.data, tokenizer, longest)
         prompts = PromptLoader(data, seed=cfg.seed, shuffle=cfg.data.shuffle)
-        problems = None
-        if cfg.eval_data.enabled:
-            problems = load_prompts(cfg.eval_data, tokenizer, longest, "eval_data").held_out(data)
-        rewards.groups = reward_groups(cfg.reward, cfg.policy, cluster, pool, cfg.seed)
         suites.load(cfg.policy, tokenizer, cluster, pool, cfg.seed, data)
+        rewards.groups = reward_groups(cfg.reward, cfg.policy, cluster, pool, cfg.seed)
         own = cluster.pool(cfg.teacher.ranks) if cfg.teacher.ranks else pool
         teacher = WorkerGroup(TeacherWorker, own, cfg.teacher, cfg.distill, cfg.policy.model, role="teacher")
         policy = WorkerGroup(PolicyWorker, pool, cfg.policy, cfg.seed, role="policy")
         if cfg.trainer.dry_run:
             rows = cfg.trainer.prompts_per_step * cfg.algorithm.responses_per_prompt
             run.say(policy.dry_run(rows, longest, cfg.policy.rollout.max_response_tokens, algorithm.loss)[0])
-        evaluate = Evaluation(cfg, run, partial(respond, policy, rewards), problems, suites.ready(policy))
+        evaluate = Evaluation(cfg, run, partial(respond, policy, rewards), suites.ready(policy))
         parts = {"policy": policy, "prompts": prompts, "algorithm": algorithm}
         if run.restore(**parts) == 0 and evaluate.suites:
             run.log(0, evaluate(0))

@@ -10,13 +10,12 @@ from functools import partial
 from hybridrl.command_line import recipe
 from hybridrl.config import EvaluateConfig
 from hybridrl.controller.cluster import Cluster
-from hybridrl.controller.evaluation import Plan, Suite, respond
+from hybridrl.controller.evaluation import Plan, respond
 from hybridrl.controller.evaluation_output import EvaluationOutput
 from hybridrl.controller.player import Player
 from hybridrl.controller.reward_groups import reward_groups
 from hybridrl.controller.suites import Suites
 from hybridrl.controller.worker_group import WorkerGroup
-from hybridrl.data import load_prompts
 from hybridrl.models import load_tokenizer
 from hybridrl.rewards import Rewarder
 from hybridrl.workers.policy import PolicyWorker
@@ -26,18 +25,15 @@ from hybridrl.workers.policy import PolicyWorker
 def main(cfg: EvaluateConfig) -> None:
     """Score a model on suites of problems: accuracy, avg@k, pass@k, maj@k."""
     play = Player(cfg.environment) if cfg.environment.enabled else None
-    rewards, suites, output = Rewarder(cfg.reward), Suites(cfg.suites, "suites"), EvaluationOutput(cfg)
+    rewards, suites, output = Rewarder(cfg.reward), Suites(cfg.data, cfg.suites, "data"), EvaluationOutput(cfg)
     with rewards, suites, Cluster(cfg.cluster) as cluster:
         pool, tokenizer = cluster.pool(), load_tokenizer(cfg.policy.model)
-        own = []
-        if cfg.data.enabled:
-            own = [Suite("", load_prompts(cfg.data, tokenizer, cfg.policy.rollout.max_prompt_tokens))]
-        rewards.groups = reward_groups(cfg.reward, cfg.policy, cluster, pool, cfg.seed)
         suites.load(cfg.policy, tokenizer, cluster, pool, cfg.seed)
+        rewards.groups = reward_groups(cfg.reward, cfg.policy, cluster, pool, cfg.seed)
         policy = WorkerGroup(PolicyWorker, pool, cfg.policy, cfg.seed, role="policy")
         responder = partial(play, policy) if play else partial(respond, policy, rewards)
         plan = Plan(cfg.samples_per_prompt, cfg.k, cfg.max_prompts, None, cfg.greedy, cfg.seed)
-        for suite in [*own, *suites.ready(policy)]:
+        for suite in suites.ready(policy):
             output.add(suite.name, suite.answer(plan, responder))
     print(json.dumps(output.results))
 

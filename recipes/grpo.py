@@ -35,7 +35,7 @@ from hybridrl.workers.trainer import ReferenceWorker
 @recipe("grpo", GRPOConfig)
 def main(cfg: GRPOConfig) -> None:
     """Reinforcement learning from verifiable rewards: GRPO, Dr. GRPO, RLOO, REINFORCE and others by `algorithm=`."""
-    rewards, suites = Rewarder(cfg.reward), Suites(cfg.eval_suites)
+    rewards, suites = Rewarder(cfg.reward), Suites(cfg.eval_data, cfg.eval_suites)
     algorithm = Algorithm(cfg.algorithm, cfg.policy.rollout.max_response_tokens, reward_weights=rewards.weights)
     with Run(cfg, "grpo") as run, rewards, suites, Cluster(cfg.cluster, run.log_dir) as cluster:
         pool = cluster.pool()
@@ -43,11 +43,8 @@ def main(cfg: GRPOConfig) -> None:
         longest = cfg.policy.rollout.max_prompt_tokens
         data = load_prompts(cfg.data, tokenizer, longest)
         prompts = PromptLoader(data, seed=cfg.seed, shuffle=cfg.data.shuffle)
-        problems = None
-        if cfg.eval_data.enabled:
-            problems = load_prompts(cfg.eval_data, tokenizer, longest, "eval_data").held_out(data)
-        rewards.groups = reward_groups(cfg.reward, cfg.policy, cluster, pool, cfg.seed)
         suites.load(cfg.policy, tokenizer, cluster, pool, cfg.seed, data)
+        rewards.groups = reward_groups(cfg.reward, cfg.policy, cluster, pool, cfg.seed)
         policy = WorkerGroup(PolicyWorker, pool, cfg.policy, cfg.seed, role="policy")
         reference = None
         if algorithm.needs_reference:  # adapters off, a policy is the model it started from
@@ -58,7 +55,7 @@ def main(cfg: GRPOConfig) -> None:
         if cfg.trainer.dry_run:
             rows = cfg.trainer.prompts_per_step * cfg.algorithm.responses_per_prompt
             run.say(policy.dry_run(rows, longest, cfg.policy.rollout.max_response_tokens, algorithm.loss)[0])
-        evaluate = Evaluation(cfg, run, partial(respond, policy, rewards), problems, suites.ready(policy))
+        evaluate = Evaluation(cfg, run, partial(respond, policy, rewards), suites.ready(policy))
         parts = {"policy": policy, "prompts": prompts, "algorithm": algorithm}
         if run.restore(**parts) == 0 and evaluate.suites:
             run.log(0, evaluate(0))

@@ -34,7 +34,7 @@ from hybridrl.workers.trainer import ReferenceWorker
 @recipe("ppo", PPOConfig)
 def main(cfg: PPOConfig) -> None:
     """Reinforcement learning with a critic: PPO with generalized advantage estimation."""
-    rewards, suites = Rewarder(cfg.reward), Suites(cfg.eval_suites)
+    rewards, suites = Rewarder(cfg.reward), Suites(cfg.eval_data, cfg.eval_suites)
     algorithm = Algorithm(cfg.algorithm, cfg.policy.rollout.max_response_tokens, has_critic=True,
                           reward_weights=rewards.weights)
     value_loss = ValueLoss(cfg.critic.value_clip or None)
@@ -45,11 +45,8 @@ def main(cfg: PPOConfig) -> None:
         longest = cfg.policy.rollout.max_prompt_tokens
         data = load_prompts(cfg.data, tokenizer, longest)
         prompts = PromptLoader(data, seed=cfg.seed, shuffle=cfg.data.shuffle)
-        problems = None
-        if cfg.eval_data.enabled:
-            problems = load_prompts(cfg.eval_data, tokenizer, longest, "eval_data").held_out(data)
-        rewards.groups = reward_groups(cfg.reward, cfg.policy, cluster, pool, cfg.seed)
         suites.load(cfg.policy, tokenizer, cluster, pool, cfg.seed, data)
+        rewards.groups = reward_groups(cfg.reward, cfg.policy, cluster, pool, cfg.seed)
         policy = WorkerGroup(PolicyWorker, pool, cfg.policy, cfg.seed, role="policy")
         critic = WorkerGroup(CriticWorker, own, cfg.critic.model, cfg.critic.training, role="critic")
         reference = None
@@ -61,7 +58,7 @@ def main(cfg: PPOConfig) -> None:
             rows = cfg.trainer.prompts_per_step * cfg.algorithm.responses_per_prompt
             run.say(policy.dry_run(rows, longest, cfg.policy.rollout.max_response_tokens, algorithm.loss)[0])
             run.say(critic.dry_run(rows, longest, cfg.policy.rollout.max_response_tokens)[0])
-        evaluate = Evaluation(cfg, run, partial(respond, policy, rewards), problems, suites.ready(policy))
+        evaluate = Evaluation(cfg, run, partial(respond, policy, rewards), suites.ready(policy))
         parts = {"policy": policy, "critic": critic, "prompts": prompts, "algorithm": algorithm}
         if run.restore(**parts) == 0 and evaluate.suites:
             run.log(0, evaluate(0))

@@ -117,15 +117,13 @@ class Evaluation:
         cfg: a recipe's options, with `trainer` and `seed`.
         run: counts the seconds; its folder gets `eval_samples.jsonl`, `trainer.save_samples` responses of each suite.
         responder: answers and scores.
-        problems: of `eval_data`, for `eval/accuracy` and the like; None when there are none.
-        suites: for `eval/<suite>/accuracy` and the like.
+        suites: of `eval_data`, which has no name, for `eval/accuracy` and the like, of others for
+            `eval/<suite>/accuracy`; none turn evaluation off.
     """
 
-    def __init__(self, cfg: Any, run: Any, responder: Responder, problems: PromptSet | None = None,
-                 suites: Sequence[Suite] = ()):
+    def __init__(self, cfg: Any, run: Any, responder: Responder, suites: Sequence[Suite]):
         trainer = cfg.trainer
-        self.trainer, self.run, self.responder = trainer, run, responder
-        self.suites = [Suite("", problems), *suites] if problems is not None else list(suites)
+        self.trainer, self.run, self.responder, self.suites = trainer, run, responder, suites
         self.plan = Plan(trainer.eval_samples, trainer.eval_k, trainer.eval_prompts, trainer.eval_temperature,
                          trainer.eval_greedy, cfg.seed)
 

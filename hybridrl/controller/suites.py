@@ -6,7 +6,7 @@ from functools import partial
 from types import TracebackType
 from typing import Any
 
-from hybridrl.config import PolicyConfig, SuiteConfig
+from hybridrl.config import EvalDataConfig, PolicyConfig, SuiteConfig
 from hybridrl.controller.call import DevicePool
 from hybridrl.controller.cluster import Cluster
 from hybridrl.controller.evaluation import Responder, Suite, respond
@@ -19,18 +19,20 @@ from hybridrl.rewards import Rewarder
 class Suites:
     """Suites on their way to being evaluated; a context manager that ends their reward processes.
 
-        with Suites(cfg.eval_suites) as suites, Cluster(cfg.cluster) as cluster:
+        with Suites(cfg.eval_data, cfg.eval_suites) as suites, Cluster(cfg.cluster) as cluster:
             suites.load(cfg.policy, tokenizer, cluster, pool, cfg.seed, trained=data)
-            Evaluation(cfg, run, responder, problems, suites.ready(policy))
+            evaluate = Evaluation(cfg, run, responder, suites.ready(policy))
 
     Args:
-        key: of these options, for messages.
+        own: the recipe's own problems: the first suite, without a name. more: the suites with names.
+        key: of `own` in the recipe's options, for messages.
     Raises:
         ConfigError: an unknown environment, reward function or option.
     """
 
-    def __init__(self, cfgs: Sequence[SuiteConfig], key: str = "eval_suites"):
-        self.cfgs, self.key = cfgs, key
+    def __init__(self, own: EvalDataConfig, more: Sequence[SuiteConfig], key: str = "eval_data"):
+        self.key = key
+        self.cfgs = cfgs = [SuiteConfig(data=own), *more] if own.enabled else list(more)
         self._rewarders = {cfg.name: Rewarder(cfg.reward) for cfg in cfgs if cfg.reward.enabled}
         self._players = {cfg.name: Player(cfg.environment, self._rewarders.get(cfg.name))
                          for cfg in cfgs if cfg.environment.enabled}
@@ -51,8 +53,9 @@ class Suites:
 
         Raises DataError, ModelError, and what the workers of reward models and judges raise.
         """
-        for i, cfg in enumerate(self.cfgs):
-            problems = load_prompts(cfg.data, tokenizer, policy.rollout.max_prompt_tokens, f"{self.key}[{i}].data")
+        for cfg in self.cfgs:
+            key = f"{cfg.name}.data" if cfg.name else self.key
+            problems = load_prompts(cfg.data, tokenizer, policy.rollout.max_prompt_tokens, key)
             self._problems[cfg.name] = problems if trained is None else problems.held_out(trained)
         for cfg in self.cfgs:
             if cfg.name in self._rewarders:

@@ -104,7 +104,7 @@ def test_a_suite_has_a_judge_of_its_own_beside_the_recipes(shared_pool, tmp_path
                       reward=OptionalRewardConfig(judge=judge, cache=["judge"]))
     groups = [reward_groups(RewardConfig(judge=judge), policy, cluster, pool)["judge"]]
     try:
-        with Suites([cfg]) as suites:
+        with Suites(EvalDataConfig(), [cfg]) as suites:
             suites.load(policy, tiny_tokenizer(), cluster, pool)
             (suite,) = suites.ready(Echo())
             groups.append(suites._rewarders["judged"].groups["judge"])

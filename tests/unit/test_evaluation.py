@@ -83,7 +83,7 @@ def test_each_suite_is_evaluated_on_schedule_under_its_name(tmp_path):
     cfg = SimpleNamespace(seed=1, trainer=TrainerConfig(steps=7, eval_every=3, eval_temperature=1.0, save_samples=1))
     asked, own = Asked(), Asked()
     run = SimpleNamespace(dir=tmp_path, phase=lambda name: nullcontext())
-    evaluate = Evaluation(cfg, run, asked, problems("a", "b"), [Suite("s", problems("c"), own)])
+    evaluate = Evaluation(cfg, run, asked, [Suite("", problems("a", "b")), Suite("s", problems("c"), own)])
     due = {step: evaluate(step) for step in range(8)}
     assert [step for step, metrics in due.items() if metrics] == [0, 3, 6, 7]
     assert due[3]["eval/accuracy"] == due[3]["eval/s/accuracy"] == 1
@@ -122,16 +122,16 @@ def test_results_are_on_disk_suite_by_suite(tmp_path):
 
 def test_nothing_to_evaluate_on(tmp_path):
     cfg = SimpleNamespace(seed=1, trainer=TrainerConfig())
-    assert Evaluation(cfg, SimpleNamespace(dir=tmp_path), Asked())(0) == {} and not list(tmp_path.iterdir())
+    assert Evaluation(cfg, SimpleNamespace(dir=tmp_path), Asked(), [])(0) == {} and not list(tmp_path.iterdir())
 
 
-def test_rewards_and_environments_of_suites_are_checked_at_once():
-    with pytest.raises(ConfigError, match="Unknown reward function 'numerik'"):
-        Suites(load("evaluate", EvaluateConfig, ["policy.model.path=m", "suites=[{name: a, data: {path: x}, "
-                                                 "reward: {functions: [{name: numerik}]}}]"]).suites)
-    with pytest.raises(ConfigError, match="guess"):
-        Suites([SuiteConfig(name="a", environment=load("evaluate", EvaluateConfig, [
-            "policy.model.path=m", "data.path=x", "environment.name=gess"]).environment)])
+@pytest.mark.parametrize(("suite", "said"), [
+    ("reward: {functions: [{name: numerik}]}", "Unknown reward function 'numerik'"),
+    ("environment: {name: gess}", "Did you mean guess"), ("environment: {name: guess, options: {hihg: 3}}", "high")])
+def test_rewards_and_environments_of_suites_are_checked_at_once(suite, said):
+    cfg = load("evaluate", EvaluateConfig, ["policy.model.path=m", f"suites=[{{name: a, data: {{path: x}}, {suite}}}]"])
+    with pytest.raises(ConfigError, match=said):
+        Suites(cfg.data, cfg.suites)
 
 
 @pytest.mark.parametrize(("words", "said"), [
