@@ -77,7 +77,8 @@ class MLflow:
 
     def log(self, step: int, metrics: dict[str, float]) -> None:
         for name, value in metrics.items():
-            self._client.log_metric(self._id, name, value, step=step)
+            # MLflow refuses a name with an @
+            self._client.log_metric(self._id, name.replace("@", "_at_"), value, step=step)
 
     def close(self) -> None:
         self._client.set_terminated(self._id)
