@@ -38,7 +38,7 @@ from hybridrl.workers.trainer import ReferenceWorker
 @recipe("agent", AgentConfig)
 def main(cfg: AgentConfig) -> None:
     """Reinforcement learning on episodes in an environment, without a critic; `algorithm=` as in recipes.grpo."""
-    rewards, suites = Rewarder(cfg.reward), Suites(cfg.eval_suites)
+    rewards, suites = Rewarder(cfg.reward), Suites(cfg.eval_data, cfg.eval_suites)
     play = Player(cfg.environment, rewards if cfg.reward.enabled else None)
     algorithm = Algorithm(cfg.algorithm, cfg.policy.rollout.max_response_tokens, reward_weights=[1.0, *rewards.weights],
                           absent=[] if cfg.reward.enabled else ["reward_components"])
@@ -48,11 +48,8 @@ def main(cfg: AgentConfig) -> None:
         longest = cfg.policy.rollout.max_prompt_tokens
         data = load_prompts(cfg.data, tokenizer, longest)
         tasks = PromptLoader(data, seed=cfg.seed, shuffle=cfg.data.shuffle)
-        problems = None
-        if cfg.eval_data.enabled:
-            problems = load_prompts(cfg.eval_data, tokenizer, longest, "eval_data").held_out(data)
-        rewards.groups = reward_groups(cfg.reward, cfg.policy, cluster, pool, cfg.seed)
         suites.load(cfg.policy, tokenizer, cluster, pool, cfg.seed, data)
+        rewards.groups = reward_groups(cfg.reward, cfg.policy, cluster, pool, cfg.seed)
         policy = WorkerGroup(PolicyWorker, pool, cfg.policy, cfg.seed, role="policy")
         reference = None
         if algorithm.needs_reference:  # adapters off, a policy is the model it started from
@@ -63,7 +60,7 @@ def main(cfg: AgentConfig) -> None:
         if cfg.trainer.dry_run:
             rows = cfg.trainer.prompts_per_step * cfg.algorithm.responses_per_prompt
             run.say(policy.dry_run(rows, longest, cfg.policy.rollout.max_response_tokens, algorithm.loss)[0])
-        evaluate = Evaluation(cfg, run, partial(play, policy), problems, suites.ready(policy))
+        evaluate = Evaluation(cfg, run, partial(play, policy), suites.ready(policy))
         parts = {"policy": policy, "tasks": tasks, "algorithm": algorithm}
         if run.restore(**parts) == 0 and evaluate.suites:
             run.log(0, evaluate(0))
