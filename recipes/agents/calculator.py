@@ -2,7 +2,7 @@
 
 It asks, runs the calculations that the model calls for, shows their results, and returns the text of the last answer:
 
-    python -m recipes.evaluate environment.name=agent \
+    python -m recipes.agent environment.name=agent \
         'environment.options={function: "recipes.agents.calculator:solve", reward: numeric}' ...
 """
 

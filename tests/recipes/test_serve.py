@@ -1,4 +1,4 @@
-"""`python -m recipes.serve`, and an agent that is evaluated: programs that use OpenAI's client."""
+"""`python -m recipes.serve`, and `recipes.agent` with a program: both through OpenAI's client, unmodified."""
 
 import json
 import signal
@@ -11,8 +11,8 @@ import torch
 
 from hybridrl.config import ServeConfig
 from hybridrl.errors import ConfigError
+from hybridrl.metrics import read_metrics
 from recipes import serve
-from tests.recipes.command import write_jsonl
 
 pytestmark = pytest.mark.slow
 
@@ -65,14 +65,19 @@ def test_an_address_that_is_not_to_be_had_is_refused_before_a_model_is_loaded():
         serve.main(ServeConfig(host="192.0.2.1", port=0))
 
 
-def test_an_agent_is_evaluated(run, model, tmp_path):
-    """The example's agent on problems that no model of this kind solves: played, scored, none of them failed."""
-    data = write_jsonl(tmp_path / "data.jsonl", [{"prompt": f"{i}+1=", "answer": str(i + 1)} for i in range(3)])
-    output = tmp_path / "played.jsonl"
-    command = run("recipes.evaluate", "cluster.backend=local", f"policy.model.path={model}", f"data.path={data}",
-                  "policy.rollout.engine=transformers", "policy.rollout.max_prompt_tokens=64", "environment.name=agent",
-                  "policy.rollout.max_response_tokens=8", "samples_per_prompt=2", f"output={output}",
-                  "environment.options={function: 'recipes.agents.calculator:solve', reward: numeric}")
-    found, rows = json.loads(command.out.splitlines()[-1]), [json.loads(line) for line in output.open()]
-    assert len(rows) == 6 and {row["reward_error"] for row in rows} == {None}
-    assert found["responses"] == 6 and found["unscored"] == 0
+def test_an_unmodified_client_trains_for_five_steps(run, model, tmp_path):
+    """Two calls an episode, rewarded for digits: every token under the newest weights, exact, and rewards rise."""
+    folder = tmp_path / "run"
+    run("recipes.agent", "cluster.backend=local", f"policy.model.path={model}", "data={source: none, task_size: 10}",
+        "policy.training.learning_rate=1e-2", "policy.rollout.max_prompt_tokens=32", "trainer.steps=5",
+        "policy.rollout.max_response_tokens=32", "trainer.prompts_per_step=2", "algorithm.responses_per_prompt=8",
+        "algorithm.old_log_probs=separate", f"trainer.run_dir={folder}", "trainer.export=false", "trainer.trackers=[]",
+        "environment.name=agent", "environment.options={function: 'tests.unit.environments.agents:digits'}",
+        "environment.max_turn_tokens=8")
+    rows = read_metrics(folder / "metrics.jsonl")
+    assert [row["step"] for row in rows] == [1, 2, 3, 4, 5]
+    for row in rows:
+        assert row["episodes/played"] == row["episodes/rows"] == 16 and row["episodes/failed"] == 0
+        assert row["episodes/turns_mean"] == 2 and row["mismatch/max_gap"] < 1e-5
+        assert row["version/min"] == row["version/max"] == row["step"]
+    assert rows[-1]["reward/mean"] > rows[0]["reward/mean"] + 0.1

@@ -50,14 +50,14 @@ def served_by(engine):
                                for fed, c in engine.served)
 
 
+def ids_of(tokenizer, text):
+    return [*tokenizer(text, add_special_tokens=False)["input_ids"], tokenizer.eos_token_id]
+
+
 def says(tokenizer, *texts):
     """An engine that says these texts one after the other, whatever it is asked."""
     order = iter(texts * 100)
-
-    def script(prompt, rng):
-        return [*tokenizer(next(order), add_special_tokens=False)["input_ids"], tokenizer.eos_token_id]
-
-    return ScriptedEngine([1], [tokenizer.eos_token_id], script=script)
+    return ScriptedEngine([1], [tokenizer.eos_token_id], script=lambda prompt, rng: ids_of(tokenizer, next(order)))
 
 
 # ---- rows
@@ -182,6 +182,30 @@ def test_tool_calls_go_there_and_back_without_a_new_row(runner):
         assert [len(turns) for turns in batch["turns"]] == [1] and batch["rewards"].tolist() == [1.0]
     finally:
         one.close()
+
+
+def test_a_game_as_a_program_is_the_game_as_an_environment(runner):
+    """The example's guessing game against the environment `guess`: the same rows, token for token."""
+    tokenizer = chat_tokenizer("bytes")
+    batches = []
+    for name, options in (("agent", {"function": "recipes.agents.guesser:play"}), ("guess", {"high": 15})):
+        engine = ScriptedEngine([1], [tokenizer.eos_token_id], script=lambda prompt, rng: ids_of(
+            tokenizer, str(rng.randint(1, 15)) if rng.random() < 0.9 else "none"))
+        one = EpisodeRunner(engine, tokenizer, RolloutConfig(max_prompt_tokens=200, max_response_tokens=400),
+                            EnvironmentConfig(name=name, options=options))
+        try:
+            batches.append(play(one, 24))
+        finally:
+            one.close()
+    ours, theirs = batches
+    assert set(theirs["rewards"].tolist()) == {0.0, 1.0} and len(set(map(len, theirs["turns"]))) > 2
+    for name in ("prompt_ids", "response_ids", "response_mask", "rollout_log_probs", "weight_versions",
+                 "token_rewards"):
+        assert ours[name].values().tolist() == theirs[name].values().tolist(), name
+    for name in ("rewards", "group_ids", "trajectory_ids", "episode_ids", "agent_ids"):
+        assert ours[name].tolist() == theirs[name].tolist(), name
+    assert list(ours["response"]) == list(theirs["response"])
+    assert list(ours["finish_reason"]) == list(theirs["finish_reason"])
 
 
 def test_a_class_is_built_once_and_may_be_a_coroutine(runner):
