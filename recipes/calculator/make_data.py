@@ -1,4 +1,4 @@
-"""Make problems for a small model with a calculator: products of two numbers, each after an example of a tool call.
+"""Make problems for a small model with a calculator: products of two numbers, each after examples of tool calls.
 
     python -m recipes.calculator.make_data [folder]
 
@@ -15,8 +15,8 @@ from hybridrl.environments.tools.calculator import calculator
 SEED = 0
 ROWS = {"heldout": 64, "train": 200}
 SYSTEM = "You have a calculator. Use it for every question, then answer with its result."
-EXAMPLE = "12 * 31"
-"""What the model is shown before its own problem."""
+EXAMPLES = ("52 * 317", "84 * 906", "37 * 125")
+"""What the model is shown before its own problem; no row asks for one of these."""
 
 
 def question(product: str) -> dict[str, str]:
@@ -34,14 +34,14 @@ def shown(product: str) -> list[dict[str, str]]:
 
 def make_rows() -> dict[str, list[dict[str, object]]]:
     """Rows of each file by its name: a conversation that ends with the question, and the answer."""
-    rng, taken = random.Random(SEED), set[tuple[int, int]]()
-    start = [{"role": "system", "content": SYSTEM}, *shown(EXAMPLE)]
+    rng, taken = random.Random(SEED), set(EXAMPLES)
+    start = [{"role": "system", "content": SYSTEM}, *(message for product in EXAMPLES for message in shown(product))]
     rows: dict[str, list[dict[str, object]]] = {name: [] for name in ROWS}
     for name, count in ROWS.items():
         while len(rows[name]) < count:
             a, b = rng.randint(11, 99), rng.randint(101, 999)
-            if (a, b) not in taken:
-                taken.add((a, b))
+            if f"{a} * {b}" not in taken:
+                taken.add(f"{a} * {b}")
                 rows[name].append({"prompt": [*start, question(f"{a} * {b}")], "answer": str(a * b)})
     return rows
 
