@@ -180,10 +180,11 @@ class TrainingConfig:
         check(0 <= self.learning_rate < math.inf, f"{key}.learning_rate", self.learning_rate, "at least 0 and finite")
         check(self.warmup_steps >= 0, f"{key}.warmup_steps", self.warmup_steps, "at least 0")
         check_choice(f"{key}.schedule", self.schedule, ("constant", "linear", "cosine"))
+        check(self.total_steps >= 0, f"{key}.total_steps", self.total_steps, "at least 0")
         if self.schedule != "constant":
             check(self.total_steps > self.warmup_steps, f"{key}.total_steps", self.total_steps,
                   f"more than warmup_steps={self.warmup_steps} with schedule={self.schedule}")
-        check(self.weight_decay >= 0, f"{key}.weight_decay", self.weight_decay, "at least 0")
+        check(0 <= self.weight_decay < math.inf, f"{key}.weight_decay", self.weight_decay, "at least 0 and finite")
         check(0 <= self.beta1 < 1, f"{key}.beta1", self.beta1, "in [0, 1)")
         check(0 <= self.beta2 < 1, f"{key}.beta2", self.beta2, "in [0, 1)")
         check(0 <= self.muon_momentum < 1, f"{key}.muon_momentum", self.muon_momentum, "in [0, 1)")
@@ -210,9 +211,9 @@ class TrainingConfig:
         """Raise ConfigError unless groups of ranks divide the ranks of the pool."""
         for name in ("shard_ranks", "context_parallel"):
             size = getattr(self, name)
-            accepted = [n for n in range(1, ranks + 1) if ranks % n == 0]
-            check(not size or size in accepted, f"{key}.{name}", size,
-                  f"a divisor of {ranks_key}={ranks} ({', '.join(map(str, accepted))})")
+            if size and ranks % size:
+                accepted = ", ".join(str(n) for n in range(1, ranks + 1) if ranks % n == 0)
+                check(False, f"{key}.{name}", size, f"a divisor of {ranks_key}={ranks} ({accepted})")
 
 
 @dataclass(kw_only=True, slots=True)
@@ -602,7 +603,7 @@ class KLConfig:
 
     def validate(self) -> None:
         key = "algorithm.kl"
-        check(self.coefficient >= 0, f"{key}.coefficient", self.coefficient, "at least 0")
+        check(0 <= self.coefficient < math.inf, f"{key}.coefficient", self.coefficient, "at least 0 and finite")
         check_choice(f"{key}.place", self.place, ("loss", "reward"))
         check(self.target >= 0, f"{key}.target", self.target, "at least 0")
         check(self.horizon > 0, f"{key}.horizon", self.horizon, "positive")
@@ -629,9 +630,10 @@ class EntropyConfig:
 
     def validate(self) -> None:
         key = "algorithm.entropy"
-        check(self.coefficient >= 0, f"{key}.coefficient", self.coefficient, "at least 0")
+        check(0 <= self.coefficient < math.inf, f"{key}.coefficient", self.coefficient, "at least 0 and finite")
         check(self.target >= 0, f"{key}.target", self.target, "at least 0")
         check(self.step > 0, f"{key}.step", self.step, "positive")
+        check(self.maximum < math.inf, f"{key}.maximum", self.maximum, "finite")
         check(0 <= self.minimum <= self.maximum, f"{key}.minimum", self.minimum,
               f"from 0 to maximum={self.maximum:g}")
         if self.target:
@@ -666,7 +668,7 @@ class OverlongConfig:
 
     def validate(self) -> None:
         key = "algorithm.overlong"
-        check(self.penalty >= 0, f"{key}.penalty", self.penalty, "at least 0")
+        check(0 <= self.penalty < math.inf, f"{key}.penalty", self.penalty, "at least 0 and finite")
         check(0 <= self.buffer_frac <= 1, f"{key}.buffer_frac", self.buffer_frac, "from 0 to 1")
 
 

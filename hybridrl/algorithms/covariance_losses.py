@@ -4,6 +4,7 @@ cov[b,t] = (A - mean A) * (l_old - mean l_old), means over the trainable tokens 
 are chosen is a statistic of the mini-batch, so `prepare` chooses and the loss reads a column.
 """
 
+import math
 from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
@@ -157,7 +158,7 @@ def clip_cov(
 class KlCovOptions:
     quota_frac: float = option(2e-3, gt=0, le=1)
     """Share of the mini-batch's tokens that are penalized: 2e-3 up to about 10B parameters, 2e-4 above."""
-    penalty: float = option(1.0, ge=0)
+    penalty: float = option(1.0, ge=0, lt=math.inf)
     """Weight of |log-ratio| on those tokens."""
 
 

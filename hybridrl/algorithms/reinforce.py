@@ -1,5 +1,6 @@
 """REINFORCE and REINFORCE++: reward-to-go against a mean, and whitened over the batch."""
 
+import math
 from dataclasses import dataclass
 
 import torch
@@ -100,7 +101,7 @@ def episode_returns(returns: Tensor, keep: Tensor) -> tuple[Tensor, Tensor]:
 
 @dataclass(kw_only=True)
 class ReinforcePPOptions:
-    kl_coef: float = option(0.0, ge=0)
+    kl_coef: float = option(0.0, ge=0, lt=math.inf)
     """Weight of the per-token k1 penalty against the reference; 0 needs no reference."""
 
 

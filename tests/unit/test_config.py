@@ -224,6 +224,13 @@ def test_a_wrong_option_gets_one_line(override, message):
          "policy.training.context_parallel must be 1 with policy.routing_replay=old, got 2."),
         (["policy.training.compile=true", "policy.routing_replay=rollout"],
          "policy.training.compile must be false with policy.routing_replay=rollout, got True."),
+        (["policy.training.weight_decay=inf"], "policy.training.weight_decay must be at least 0 and finite, got inf."),
+        (["policy.training.total_steps=-1"], "policy.training.total_steps must be at least 0, got -1."),
+        (["algorithm.kl.coefficient=inf"], "algorithm.kl.coefficient must be at least 0 and finite, got inf."),
+        (["algorithm.entropy.coefficient=inf"], "algorithm.entropy.coefficient must be at least 0 and finite, got"),
+        (["algorithm.entropy.maximum=inf"], "algorithm.entropy.maximum must be finite, got inf."),
+        (["algorithm.overlong.penalty=inf"], "algorithm.overlong.penalty must be at least 0 and finite, got inf."),
+        (["algorithm.kl.options={a: 1}"], "Unknown kl estimator k3+ option 'a'. Choices: none."),
         (["policy.training.context_parallel=0"], "policy.training.context_parallel must be at least 1, got 0."),
         (["algorithm.mini_batches=5", "trainer.prompts_per_step=4"],
          "algorithm.mini_batches must be at most trainer.prompts_per_step=4, got 5."),
@@ -265,6 +272,10 @@ def test_a_wrong_option_gets_one_line(override, message):
 )
 def test_impossible_combinations_are_refused(overrides, message):
     assert message in refusal(*overrides)
+
+
+def test_no_check_takes_long_for_a_large_number():
+    assert grpo("cluster.ranks=1000000000000").cluster.ranks == 10**12  # what the machine has is known later
 
 
 def test_one_response_is_fine_without_groups():
