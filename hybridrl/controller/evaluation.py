@@ -11,7 +11,7 @@ from tensordict import TensorDict
 from hybridrl.algorithms.evaluation import avg_at_k, bootstrap_interval, maj_at_k, pass_at_k
 from hybridrl.batch import num_rows, repeat, require, select
 from hybridrl.controller.run_folder import LineFile
-from hybridrl.controller.samples import evenly, sample_of
+from hybridrl.controller.samples import evenly, samples_of
 from hybridrl.data import PromptSet, row_seeds
 from hybridrl.rewards.numbers import final_number_text
 
@@ -101,10 +101,10 @@ class Answers:
 
     def samples(self, step: int, suite: str, wanted: int | None = None) -> Iterator[str]:
         """Lines of `samples.jsonl` with the responses, `wanted` of each kind (None: all)."""
-        for batch in (self.sampled, self.greedy):
-            rows = num_rows(batch) if batch is not None else 0
-            for row in range(rows) if wanted is None else evenly(rows, wanted):
-                sample = sample_of(step, batch, row) | {"suite": suite, "greedy": batch is self.greedy}
+        for batch in filter(lambda batch: batch is not None, (self.sampled, self.greedy)):
+            rows = num_rows(batch)
+            for sample in samples_of(step, batch, range(rows) if wanted is None else evenly(rows, wanted)):
+                sample |= {"suite": suite, "greedy": batch is self.greedy}
                 yield json.dumps(sample, default=str, ensure_ascii=False)
 
 

@@ -32,7 +32,7 @@ from hybridrl.controller.checkpoints import Checkpoints
 from hybridrl.controller.logs import log_to_file
 from hybridrl.controller.progress import ProgressBar
 from hybridrl.controller.run_folder import LineFile, changed_options, lock, open_folder, write_options
-from hybridrl.controller.samples import evenly, sample_of
+from hybridrl.controller.samples import evenly, samples_of
 from hybridrl.controller.trackers import TRACKERS, Tracker, check_trackers
 from hybridrl.metrics import to_line
 
@@ -149,9 +149,9 @@ class Run:
         self.progress.update(step, row)
 
     def samples(self, step: int, batch: TensorDict) -> None:
-        """Write `trainer.save_samples` rows, evenly spread over the batch, to `samples.jsonl` (see `sample_of`)."""
-        for row in evenly(num_rows(batch), self.cfg.trainer.save_samples):
-            self._samples.write(json.dumps(sample_of(step, batch, row), default=str, ensure_ascii=False))
+        """Write `trainer.save_samples` rows, evenly spread over the batch, to `samples.jsonl` (see `samples_of`)."""
+        for sample in samples_of(step, batch, evenly(num_rows(batch), self.cfg.trainer.save_samples)):
+            self._samples.write(json.dumps(sample, default=str, ensure_ascii=False))
 
     def checkpoint(self, step: int, **things: Any) -> None:
         """Save `things` when the step is due: every `trainer.checkpoint_every`, the last, or one cut by Ctrl-C.

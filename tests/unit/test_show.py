@@ -14,7 +14,7 @@ from tokenizers.models import WordLevel
 
 from hybridrl.__main__ import main
 from hybridrl.batch import make_batch, put
-from hybridrl.controller.samples import sample_of
+from hybridrl.controller.samples import samples_of
 from hybridrl.errors import DataError
 from hybridrl.samples import Token, Turn, read_samples
 from hybridrl.show import marked, show, texts_of
@@ -71,7 +71,8 @@ def batch():
 
 
 def test_a_sample_has_its_tokens_as_runs():
-    assert sample_of(7, batch(), 0) == {
+    (sample,) = samples_of(7, batch(), [0])
+    assert sample == {
         "step": 7, "prompt": "a", "response": "x", "reward": 1.0, "reward_components": {"won": 0.5},
         "weight_versions": [-1, 3, 4],
         "tokens": {"ids": [5, 6, 7], "mask": [[True, 1], [False, 1], [True, 1]],
@@ -81,8 +82,8 @@ def test_a_sample_has_its_tokens_as_runs():
 def test_gaps_are_training_minus_rollout_and_zero_where_nothing_was_sampled():
     scored = batch()
     put(scored, "old_log_probs", [[-0.75, -9.0, -2.00004], [-1.0]])
-    assert sample_of(7, scored, 0)["tokens"]["log_prob_gaps"] == [0.25, 0.0, 0.0]
-    second = sample_of(7, scored, 1)
+    first, second = samples_of(7, scored, [0, 1])
+    assert first["tokens"]["log_prob_gaps"] == [0.25, 0.0, 0.0]
     assert second["tokens"]["log_prob_gaps"] == [None]  # -1 - -inf
     assert second["reward"] is None and second["reward_components"] == {"won": None}
     assert json.loads(json.dumps(second, allow_nan=False)) == second
@@ -90,13 +91,14 @@ def test_gaps_are_training_minus_rollout_and_zero_where_nothing_was_sampled():
 
 def test_an_empty_response_has_no_tokens():
     made = make_batch(response_ids=[[], [1]], response_mask=[[], [True]], weight_versions=[[], [1]])
-    assert sample_of(1, made, 0)["tokens"] == {"ids": [], "mask": [], "versions": []}
+    (sample,) = samples_of(1, made, [0])
+    assert sample["tokens"] == {"ids": [], "mask": [], "versions": []}
 
 
 def test_what_was_written_is_read_back(tmp_path):
     scored = batch()
     put(scored, "old_log_probs", [[-0.75, 0.0, -2.0], [-1.0]])
-    run = write(tmp_path / "run", sample_of(1, scored, 0), sample_of(1, scored, 1))
+    run = write(tmp_path / "run", *samples_of(1, scored, range(2)))
     first, second = read_samples(run)
     assert first.tokens == [Token(5, True, 3, 0.25), Token(6, False, -1, 0.0), Token(7, True, 4, 0.0)]
     assert first.turns == [Turn([{"role": "user", "content": "a"}], "x", 0, 3, None)]

@@ -14,7 +14,7 @@ from rich.console import Console
 
 from hybridrl.batch import FINISH_REASONS, lengths, make_batch, num_rows, padded, put, rows_of
 from hybridrl.config import EnvironmentConfig, RolloutConfig
-from hybridrl.controller.samples import sample_of
+from hybridrl.controller.samples import samples_of
 from hybridrl.environments import AsyncEnvironment
 from hybridrl.environments.record import FAILURES
 from hybridrl.errors import DeadlineError, EpisodeError
@@ -354,7 +354,7 @@ def test_saved_episodes_are_shown_token_by_token(runner, kind, tmp_path):
     batch = play(runner(scripted(tokenizer), tokenizer, f"{GAMES}:Chatter", options={"agents": 2}), 4)
     put(batch, "old_log_probs", [row + 0.5 for row in rows_of(batch["rollout_log_probs"])])
     tokenizer.save_pretrained(tmp_path / "model")
-    lines = [json.dumps(sample_of(1, batch, row)) for row in range(num_rows(batch))]
+    lines = [json.dumps(sample) for sample in samples_of(1, batch, range(num_rows(batch)))]
     (tmp_path / "samples.jsonl").write_text("\n".join(lines))
     for sample, ids, turns in zip(read_samples(tmp_path), rows_of(batch["response_ids"]), batch["turns"], strict=True):
         texts, problem = texts_of(tmp_path, ids.tolist())
