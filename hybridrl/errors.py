@@ -104,7 +104,8 @@ def unknown(kind: str, name: object, choices: Iterable[str]) -> str:
     choices = sorted(choices)
     near = difflib.get_close_matches(str(name), choices, n=3, cutoff=0.6)
     hint = f" Did you mean {', '.join(near)}?" if near else ""
-    return f"Unknown {kind} {name!r}.{hint} Choices: {', '.join(choices) or 'none'}."
+    shown = repr(name) if "\n" not in repr(name) else type(name).__name__
+    return f"Unknown {kind} {shown}.{hint} Choices: {', '.join(choices) or 'none'}."
 
 
 @contextlib.contextmanager

@@ -16,7 +16,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from hybridrl.algorithms.columns import check_tokens
+from hybridrl.algorithms.columns import check_tokens, need
 from hybridrl.algorithms.masked import LOG_RATIO_LIMIT, finite, log_ratio, row_mean, select
 from hybridrl.algorithms.tables import Table, option
 from hybridrl.errors import ConfigError
@@ -310,11 +310,13 @@ def correct(
         ConfigError: unknown scheme or option, or more than one scheme with a weight.
         BatchError: a column is missing or has the wrong shape or dtype.
     """
+    if isinstance(schemes, str):
+        raise ConfigError(f"schemes must be a list of names, or a mapping from name to options, got {schemes!r}.")
     chosen = dict(schemes) if isinstance(schemes, Mapping) else dict.fromkeys(schemes)
     weighing = [name for name in chosen if "weight" in CORRECTIONS[name].traits]
     if len(weighing) > 1:
         raise ConfigError(f"at most one correction may carry a weight, got {weighing}; combine it with masks.")
-    mask = columns["mask"]
+    mask = need("correct", "mask", columns.get("mask"))
     weights, keep = torch.ones_like(mask, dtype=torch.float32), mask
     for name, options in chosen.items():
         one = CORRECTIONS.call(name, options, columns)

@@ -14,7 +14,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from hybridrl.algorithms.columns import check_tokens
+from hybridrl.algorithms.columns import check_tokens, need
 from hybridrl.algorithms.keep_masks import KEEP_MASKS
 from hybridrl.algorithms.masked import at_least_float32, count_true, exp_clamped, finite, select
 from hybridrl.algorithms.partials import Mean
@@ -188,7 +188,7 @@ def policy_loss(
         BatchError: a column is missing or has the wrong shape or dtype.
     """
     columns = anchored(columns, anchor)
-    weights, mask = columns.get("correction_weights"), columns["mask"]
+    weights, mask = columns.get("correction_weights"), need(f"policy loss {name!r}", "mask", columns.get("mask"))
     if weights is not None:
         check_tokens(mask, correction_weights=weights)
         if anchor == "rollout" or "behaviour_anchored" in POLICY_LOSSES[name].traits:

@@ -134,19 +134,37 @@ class Table(Mapping[str, Entry]):
         """
         entry = self[name]
         built = self.options(name, options)
+        self._check_columns(columns)
         wanted = entry.columns
         for column, required in wanted.items():
             if required and columns.get(column) is None:
-                have = ", ".join(sorted(columns)) or "none"
-                raise BatchError(f"{self.kind} {name!r} needs the column {column!r}; the batch has: {have}.")
+                raise self._absent(name, column, columns)
         given = {column: columns[column] for column in wanted if columns.get(column) is not None}
         return entry.fn(**given, **{f.name: getattr(built, f.name) for f in dataclasses.fields(built)})
 
     def prepare(self, name: str, options: Any, columns: Mapping[str, Any]) -> dict[str, Any]:
-        """Extra columns that `name` computes from the full mini-batch; {} when it needs none."""
+        """Extra columns that `name` computes from the full mini-batch; {} when it needs none.
+
+        Raises BatchError as `call`.
+        """
         entry = self[name]
         built = self.options(name, options)
-        return {} if entry.prepare is None else entry.prepare(columns, built)
+        self._check_columns(columns)
+        try:
+            return {} if entry.prepare is None else entry.prepare(columns, built)
+        except KeyError as error:
+            if error.args[0] in columns:
+                raise
+            raise self._absent(name, error.args[0], columns) from None
+
+    def _check_columns(self, columns: Any) -> None:
+        if not isinstance(columns, Mapping):
+            raise BatchError(f"columns for {self.kind} must be a mapping of names to padded tensors, got "
+                             f"{type(columns).__name__}.")
+
+    def _absent(self, name: str, column: object, columns: Mapping[str, Any]) -> BatchError:
+        have = ", ".join(sorted(columns)) or "none"
+        return BatchError(f"{self.kind} {name!r} needs the column {column!r}; the batch has: {have}.")
 
     def __getitem__(self, name: str) -> Entry:
         try:

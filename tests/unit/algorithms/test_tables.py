@@ -1,5 +1,6 @@
 """Tables, options, bad input, and combinations that can't work."""
 
+import re
 from dataclasses import dataclass
 
 import pytest
@@ -15,7 +16,9 @@ from hybridrl.algorithms import (
     POLICY_LOSSES,
     Table,
     compute_advantages,
+    correct,
     grpo_advantages,
+    loss_weights,
     option,
     policy_loss,
     token_kl,
@@ -249,3 +252,22 @@ def test_an_entry_is_chosen_once():
     twice = AlgorithmConfig(corrections=[Choice(name="veto"), Choice(name="veto")])
     with pytest.raises(ConfigError, match="corrections must name each entry once, got veto, veto"):
         check_combination(twice)
+
+
+@pytest.mark.parametrize(
+    ("call", "error", "message"),
+    [
+        (lambda mask: loss_weights("token-mean", mask), BatchError,
+         "columns for aggregation must be a mapping of names to padded tensors, got Tensor"),
+        (lambda mask: POLICY_LOSSES.prepare("kl_cov", {}, {"mask": mask}), BatchError,
+         "policy loss 'kl_cov' needs the column 'advantages'; the batch has: mask"),
+        (lambda mask: policy_loss("ppo_clip", {"log_probs": mask}), BatchError, "'ppo_clip' needs 'mask', got None"),
+        (lambda mask: correct({}, {}), BatchError, "correct needs 'mask', got None"),
+        (lambda mask: correct("token_tis", {"mask": mask}), ConfigError,
+         "schemes must be a list of names, or a mapping from name to options, got 'token_tis'"),
+        (lambda mask: ADVANTAGES[mask], ConfigError, "Unknown advantage Tensor. Choices: distill"),
+    ],
+)
+def test_misuse_from_plain_python_is_named(call, error, message):
+    with pytest.raises(error, match=re.escape(message)):
+        call(torch.ones(2, 3, dtype=torch.bool))
