@@ -49,14 +49,14 @@ def show(run: str | Path, step: int | None = None, row: int | None = None, sort:
 
 
 def _table(samples: Sequence[Sample]) -> Table:
-    table = Table(box=None, pad_edge=False)
+    table = Table(box=None, pad_edge=False, expand=True)
     extra = [name for name, usual in (("suite", None), ("agent", "agent"))
              if any(sample.line.get(name) not in (None, usual) for sample in samples)]
     for name in ("step", "row", "reward", "turns", "tokens"):
         table.add_column(name, justify="right", no_wrap=True)
     for name in ("finish", *extra):
         table.add_column(name, no_wrap=True)
-    table.add_column("prompt", no_wrap=True, overflow="ellipsis")
+    table.add_column("prompt", no_wrap=True, overflow="ellipsis", ratio=1)  # what is left of the line
     for sample in samples:
         prompt = " ".join(_content(message) for message in sample.prompt[-1:])
         cells = [str(sample.step), str(sample.row), _number(sample.reward), str(len(sample.turns)),

@@ -117,6 +117,13 @@ def test_the_table_has_a_line_a_sample(tmp_path):
     assert max(map(len, text.splitlines())) <= 100
 
 
+def test_on_a_narrow_terminal_the_prompt_alone_is_cut(tmp_path):
+    run, out = write(tmp_path / "run", OLD | {"suite": "doubles", "prompt": "p" * 60}), io.StringIO()
+    show(run, console=Console(file=out, width=60))
+    (line,) = rows(out.getvalue())
+    assert line[:-1] == ["1", "0", "0", "1", "-", "stop", "doubles"] and line[-1].endswith("p…")
+
+
 def test_the_table_by_reward_and_of_one_step(tmp_path):
     lines = [{**OLD, "step": step, "reward": reward} for step, reward in ((1, 0.5), (1, None), (2, -1.0), (2, 2.0))]
     run = write(tmp_path / "run", *lines)
