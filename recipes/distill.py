@@ -58,7 +58,8 @@ def main(cfg: DistillConfig) -> None:
         policy = WorkerGroup(PolicyWorker, pool, cfg.policy, cfg.seed, role="policy")
         if cfg.trainer.dry_run:
             rows = cfg.trainer.prompts_per_step * cfg.algorithm.responses_per_prompt
-            run.say(policy.dry_run(rows, longest, cfg.policy.rollout.max_response_tokens, algorithm.loss)[0])
+            others = cfg.distill.top_k if cfg.distill.loss == "top_k" else 0
+            run.say(policy.dry_run(rows, longest, cfg.policy.rollout.max_response_tokens, algorithm.loss, others)[0])
         evaluate = Evaluation(cfg, run, partial(respond, policy, rewards), suites.ready(policy))
         parts = {"policy": policy, "prompts": prompts, "algorithm": algorithm}
         if run.restore(**parts) == 0 and evaluate.suites:

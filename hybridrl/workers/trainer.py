@@ -103,14 +103,17 @@ class TrainerWorker(Worker):
         return {name if "/" in name else f"train/{name}": value for name, value in metrics.items()}
 
     @to_all
-    def dry_run(self, rows: int, prompt_tokens: int, response_tokens: int, loss: LossFunction | None = None) -> str:
+    def dry_run(self, rows: int, prompt_tokens: int, response_tokens: int, loss: LossFunction | None = None,
+                candidates: int = 0) -> str:
         """Try the largest micro-batch that a batch of `rows` can make, for updates with `loss`; changes nothing.
+
+        `candidates`: how many tokens the loss wants log-probs of beside each sampled one.
 
         Returns what it took and what is left. Raises ConfigError naming the `micro_batch_tokens` that fit.
         """
         self.enter_training()
         return dry_run(self.training, rows, prompt_tokens, response_tokens, self.temperature,
-                       getattr(loss, "needs_entropies", False))
+                       getattr(loss, "needs_entropies", False), candidates)
 
     @to_all
     def save(self, folder: str) -> None:

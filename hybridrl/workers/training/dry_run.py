@@ -14,9 +14,9 @@ import torch.distributed as dist
 from tensordict import TensorDict
 from torch import Tensor
 
-from hybridrl.batch import make_batch
+from hybridrl.batch import from_lengths, make_batch
 from hybridrl.errors import ConfigError
-from hybridrl.workers.memory import free_bytes, gib, held_bytes, peak_memory
+from hybridrl.workers.memory import free_bytes, gib, give_back, held_bytes, peak_memory
 from hybridrl.workers.training.engine import TrainingEngine
 
 FIRST_TOKENS = 256
@@ -25,6 +25,8 @@ STEADY_TOKENS = 2048
 """From here on, and from 4 chunks of logits on, the line is trusted however far it goes."""
 MARGIN = 0.95
 """Share of what the line says that is called fitting."""
+CANDIDATES = "candidate_ids"
+"""The column of what an update with candidates needs."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -36,12 +38,13 @@ class Measured:
 
 
 def dry_run(engine: TrainingEngine, rows: int, prompt_tokens: int, response_tokens: int, temperature: float = 1.0,
-            entropies: bool = False) -> str:
+            entropies: bool = False, candidates: int = 0) -> str:
     """Take the largest possible micro-batch through log-probs and through forward and backward passes; collective.
 
     Args:
         rows: of a batch; sequences have up to `prompt_tokens` and `response_tokens`.
         temperature, entropies: as of an update.
+        candidates: tokens at each place whose log-probs an update computes beside those of the sampled one.
     Returns:
         What it took and what is left, as a line.
     Raises:
@@ -50,17 +53,18 @@ def dry_run(engine: TrainingEngine, rows: int, prompt_tokens: int, response_toke
     longest, budget = prompt_tokens + response_tokens - 1, engine.cfg.micro_batch_tokens * engine.cfg.context_parallel
     largest = min(max(budget, longest), rows * longest)
     free = _over_ranks(free_bytes(engine.device) / _sharers(engine.device), dist.ReduceOp.MIN)
+    give_back(engine.device)  # or small micro-batches would fit into what is free within the process
     base, to_come = held_bytes(engine.device), engine.optimizer.bytes_to_come() if engine.optimizer else 0
     found: list[Measured] = []
     tokens = min(FIRST_TOKENS, largest)
     while True:
-        batch = _longest_rows(tokens, prompt_tokens, response_tokens)
+        batch = _longest_rows(tokens, prompt_tokens, response_tokens, candidates)
         found.append(Measured(tokens, to_come + _used(engine, batch, base, temperature, entropies)))
         if tokens == largest and found[-1].bytes <= free:
             return (f"dry run: a micro-batch of {tokens} tokens takes {gib(found[-1].bytes)} on a rank, {gib(to_come)} "
                     f"of it optimizer state still to come; {gib(free - found[-1].bytes)} of {gib(free)} are left")
         fits = _fitting(found, free)
-        steady = len(found) > 1 and tokens >= max(STEADY_TOKENS, 4 * engine.cfg.logits_chunk_tokens)
+        steady = _grows(found) and tokens >= max(STEADY_TOKENS, 4 * engine.cfg.logits_chunk_tokens)
         if found[-1].bytes > free or fits <= tokens * 1.02 or (steady and fits < largest):
             known = max((m.tokens for m in found if m.bytes <= free), default=0)
             raise ConfigError(_too_large(engine, max(known, int(MARGIN * fits)) if steady else known, free, largest,
@@ -74,7 +78,8 @@ def _used(engine: TrainingEngine, batch: TensorDict, base: int, temperature: flo
         with peak_memory(engine.device) as peak:
             engine.log_probs(batch, temperature, entropies)
             if engine.trainable:
-                engine.backward(batch, _sum_of_all, temperature, entropies)
+                engine.backward(batch, _sum_of_all, temperature, entropies,
+                                CANDIDATES if CANDIDATES in batch.keys() else "")
         used = float(peak.bytes - base)
     except torch.OutOfMemoryError:
         used = torch.inf
@@ -85,16 +90,26 @@ def _used(engine: TrainingEngine, batch: TensorDict, base: int, temperature: flo
 
 
 def _sum_of_all(log_probs: Tensor, columns: dict[str, Tensor], entropies: Tensor | None) -> tuple[Tensor, dict]:
-    return (log_probs.sum() if entropies is None else log_probs.sum() + entropies.sum()), {}
+    others = columns.get("candidate_log_probs")
+    return sum((part.sum() for part in (entropies, others) if part is not None), log_probs.sum()), {}
 
 
-def _longest_rows(tokens: int, prompt_tokens: int, response_tokens: int) -> TensorDict:
+def _longest_rows(tokens: int, prompt_tokens: int, response_tokens: int, candidates: int = 0) -> TensorDict:
     """Rows of the longest kind that feed `tokens` in all; the last one may be shorter."""
     longest = prompt_tokens + response_tokens - 1
     fed = [longest] * (tokens // longest) + ([tokens % longest] if tokens % longest else [])
     responses = [min(response_tokens, n) for n in fed]
-    return make_batch(prompt_ids=[[0] * (n + 1 - r) for n, r in zip(fed, responses, strict=True)],
-                      response_ids=[[0] * r for r in responses])
+    batch = make_batch(prompt_ids=[[0] * (n + 1 - r) for n, r in zip(fed, responses, strict=True)],
+                       response_ids=[[0] * r for r in responses])
+    if candidates:
+        batch.set(CANDIDATES, from_lengths(torch.zeros(sum(responses), candidates, dtype=torch.int64),
+                                           torch.tensor(responses)))
+    return batch
+
+
+def _grows(found: list[Measured]) -> bool:
+    """Whether each of the last two micro-batches took more than the one before, so that a line can be trusted."""
+    return len(found) > 2 and found[-1].bytes > found[-2].bytes > found[-3].bytes
 
 
 def _fitting(found: list[Measured], free: float) -> int:

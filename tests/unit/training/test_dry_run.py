@@ -58,6 +58,15 @@ def test_rows_of_the_longest_kind(tokens, fed, responses):
     assert fed_lengths(batch) == fed and lengths(batch["response_ids"]).tolist() == responses
 
 
+def test_candidates_of_a_teacher_take_room_too(folder):
+    """64 more log-probs a token with their gradients: at least 2 * 4 * 64 bytes."""
+    used = [module._used(engine(folder()), module._longest_rows(4000, 10, 3991, candidates), 0, 1.0, False)
+            for candidates in (0, 64)]
+    assert used[1] - used[0] > 2 * 4 * 64 * 4000
+    assert "a micro-batch of 87 tokens" in dry_run(engine(folder()), rows=3, prompt_tokens=10, response_tokens=20,
+                                                   candidates=5)
+
+
 def test_the_line_through_two_measurements():
     assert module._fitting([Measured(100, 1000.0), Measured(200, 1500.0)], free=3000.0) == 500
     assert module._fitting([Measured(100, 1000.0)], free=3000.0) == 300
@@ -92,6 +101,23 @@ def test_a_budget_that_does_not_fit_names_the_largest_that_does(folder, monkeypa
     monkeypatch.setattr(module, "free_bytes", lambda device: to_come + 5 * MIB + 10240 * 3000)
     with pytest.raises(ConfigError, match="can't be made to fit: a single sequence may have 6000 tokens"):
         dry_run(ours, rows=1000, prompt_tokens=2000, response_tokens=4000)
+
+
+def test_what_is_free_within_the_process_is_no_room_for_everything(folder, monkeypatch):
+    """The first 6000 tokens take nothing new: no line is drawn through that."""
+    tried = []
+
+    def used(engine, batch, base, temperature, entropies):
+        tried.append(sum(fed_lengths(batch)))
+        return 10240.0 * max(0, tried[-1] - 6000)
+
+    monkeypatch.setattr(module, "_used", used)
+    ours = engine(folder(), micro_batch_tokens=10**12)
+    to_come = ours.optimizer.bytes_to_come()
+    monkeypatch.setattr(module, "free_bytes", lambda device: to_come + 10240 * 100_000)
+    with pytest.raises(ConfigError, match="must be at most 100700 here"):  # 95% of 106,000
+        dry_run(ours, rows=10**12, prompt_tokens=100, response_tokens=200)
+    assert max(tried) == 16384
 
 
 def test_a_device_that_is_full_at_once(folder, monkeypatch):
