@@ -58,13 +58,22 @@ def test_rows_of_the_longest_kind(tokens, fed, responses):
     assert fed_lengths(batch) == fed and lengths(batch["response_ids"]).tolist() == responses
 
 
-def test_candidates_of_a_teacher_take_room_too(folder):
-    """64 more log-probs a token with their gradients: at least 2 * 4 * 64 bytes."""
-    used = [module._used(engine(folder()), module._longest_rows(4000, 10, 3991, candidates), 0, 1.0, False)
-            for candidates in (0, 64)]
-    assert used[1] - used[0] > 2 * 4 * 64 * 4000
-    assert "a micro-batch of 87 tokens" in dry_run(engine(folder()), rows=3, prompt_tokens=10, response_tokens=20,
-                                                   candidates=5)
+def test_candidates_of_a_teacher_take_part(folder, monkeypatch):
+    """In forward and backward passes: 5 more log-probs of every response token, with gradient."""
+    seen = []
+
+    def loss(log_probs, columns, entropies):
+        seen.append(columns["candidate_log_probs"])
+        return sum_of_all(log_probs, columns, entropies)
+
+    sum_of_all = module._sum_of_all
+    monkeypatch.setattr(module, "_sum_of_all", loss)
+    text = dry_run(engine(folder()), rows=3, prompt_tokens=10, response_tokens=20, candidates=5)
+    assert "a micro-batch of 87 tokens" in text
+    assert [tuple(x.shape) for x in seen] == [(3, 20, 5)] and seen[0].requires_grad
+    one = torch.ones(1, 2, 5, requires_grad=True)
+    sum_of_all(torch.zeros(1, 2), {"candidate_log_probs": one}, None)[0].backward()
+    assert (one.grad == 1).all()
 
 
 def test_the_line_through_two_measurements():
