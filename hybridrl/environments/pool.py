@@ -15,7 +15,7 @@ import pickle
 import socket
 import subprocess
 from abc import ABC, abstractmethod
-from collections.abc import Sequence
+from collections.abc import Coroutine, Sequence
 from typing import Any
 
 from hybridrl import child_process
@@ -108,7 +108,7 @@ class EnvironmentPool:
         idle, self._idle = self._idle, []
         await asyncio.gather(*(session.dismiss() for session in idle))
         if self._server is not None:
-            self._server.close()
+            await self._server.close()
 
 
 class _LoopSession(Session):
@@ -181,12 +181,20 @@ class _Server:
         self._lock = asyncio.Lock()
         self._process: Any = None
         self._lifelines: list[int] = []
+        self._talks: set[asyncio.Future] = set()
+
+    def _whole(self, talk: Coroutine[Any, Any, Any]) -> asyncio.Future:
+        """Talk with the process to the end, even when the asker is cancelled: an answer left over would be taken for
+        the next one's."""
+        future = asyncio.ensure_future(talk)
+        self._talks.add(future)
+        future.add_done_callback(self._talks.discard)
+        return future
 
     async def fork(self, timeout_s: float) -> "_ProcessSession":
         """A session in a new process."""
         for attempt in (1, 2):
-            # Finished even when the asker is cancelled: an answer left over would be taken for the next one's.
-            forked = asyncio.ensure_future(self._forked())
+            forked = self._whole(self._forked())
             try:
                 ours, pid, process = await asyncio.shield(forked)
             except asyncio.CancelledError:
@@ -219,7 +227,7 @@ class _Server:
 
     async def end(self, pid: int, server: Any) -> str:
         """Kill a child with all it started; how it had ended."""
-        return await asyncio.shield(self._ended(pid, server))
+        return await asyncio.shield(self._whole(self._ended(pid, server)))
 
     async def _ended(self, pid: int, server: Any) -> str:
         async with self._lock:
@@ -270,8 +278,9 @@ class _Server:
         with contextlib.suppress(subprocess.TimeoutExpired):
             process.wait(STOP_TIMEOUT_S)
 
-    def close(self) -> None:
+    async def close(self) -> None:
         """End everything; what did not end in time is killed by the kernel when the lifelines close."""
+        await asyncio.gather(*self._talks, return_exceptions=True)
         process = self._process
         self._stop()
         for lifeline in self._lifelines:

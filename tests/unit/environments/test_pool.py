@@ -184,3 +184,17 @@ def test_a_fork_that_is_cancelled_leaves_no_answer_for_the_next_one():
             server._stop()
 
     assert asyncio.run(cancel_in_mid_fork()) == ["signal SIGKILL"] * 2
+
+
+def test_closing_waits_for_a_fork_that_was_cancelled():
+    async def close_in_mid_fork():
+        server = pool_module._Server("guess", {})
+        await server.fork(5.0)
+        cancelled = asyncio.ensure_future(server.fork(5.0))
+        while not server._lock.locked():
+            await asyncio.sleep(0)
+        cancelled.cancel()
+        await server.close()
+        return asyncio.all_tasks() - {asyncio.current_task()}
+
+    assert asyncio.run(close_in_mid_fork()) == set()
