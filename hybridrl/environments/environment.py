@@ -143,8 +143,8 @@ class Environment:
 class AsyncEnvironment(Environment):
     """An environment whose methods are coroutines: for services that wait on the network and do little themselves.
 
-    It is not in a process of its own: code that blocks stops every episode of its engine. Methods that run out of
-    time are cancelled, and the object is dropped.
+    It is not in a process of its own: code that blocks stops every episode of its engine. Each call is a task. One that
+    runs out of time is cancelled, left behind if it ignores that, and the object is dropped.
     """
 
     async def reset(self, task: Task) -> Observation | Step:  # type: ignore[override]

@@ -119,21 +119,20 @@ class _LoopSession(Session):
         self._environment: Any = None
 
     async def _call(self, work: Any) -> Any:
+        """The result of a method, which is a task of its own: if it ignores being cancelled, it is left behind."""
+        self.healthy = False  # until the result is here: a call may be cancelled
+        task = asyncio.ensure_future(_outcome(work))
         try:
-            async with asyncio.timeout(self._timeout_s):
-                return await work
-        except TimeoutError:
-            self.healthy = False
-            raise EnvironmentFailure("timeout", f"gave no result within {self._timeout_s:g} s") from None
-        except EnvironmentFailure:
-            self.healthy = False
-            raise
-        except Exception as error:
-            self.healthy = False
-            raise EnvironmentFailure("raised", one_line(error)) from error
-        except BaseException:  # cancelled: the episode is over, and the environment in an unknown state
-            self.healthy = False
-            raise
+            done, _ = await asyncio.wait([task], timeout=self._timeout_s)
+        finally:
+            task.cancel()
+        if not done:
+            raise EnvironmentFailure("timeout", f"gave no result within {self._timeout_s:g} s")
+        result = task.result()
+        if isinstance(result, EnvironmentFailure):
+            raise result
+        self.healthy = True
+        return result
 
     async def reset(self, task: Task) -> Reply:
         async def work() -> Reply:
@@ -165,6 +164,16 @@ class _LoopSession(Session):
 
     async def close(self) -> None:
         await self.dismiss()
+
+
+async def _outcome(work: Any) -> Any:
+    """What a coroutine of an environment returns, or the failure that it came to."""
+    try:
+        return await work
+    except EnvironmentFailure as failure:
+        return failure
+    except BaseException as error:  # sys.exit would end the loop, a cancellation of its own would pass for ours
+        return EnvironmentFailure("raised", one_line(error))
 
 
 def _close_unused(forked: asyncio.Future) -> None:

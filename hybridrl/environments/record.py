@@ -177,6 +177,12 @@ def _info(info: Any) -> dict[str, Any]:
         raise _invalid("info", info, "a mapping")
     kept = {str(name): value if isinstance(value, bool | int | str) or value is None else
             float(value) if hasattr(type(value), "__float__") else str(value)[:200] for name, value in info.items()}
-    finite = {name: None if isinstance(value, float) and not math.isfinite(value) else value
-              for name, value in kept.items()}
-    return _plain("info", finite)
+    return _plain("info", {name: value if _countable(value) else None for name, value in kept.items()})
+
+
+def _countable(value: Any) -> bool:
+    """Whether means can be taken of a value, if it is a number."""
+    try:
+        return not isinstance(value, int | float) or math.isfinite(value)
+    except OverflowError:  # a whole number that no float holds
+        return False

@@ -91,10 +91,13 @@ def _serve(bound: BoundEnvironment, descriptor: int, lifeline: int) -> None:
     """Play one episode after another with one environment object until the pool closes the connection."""
     die_with(lifeline)
     connection = socket.socket(fileno=descriptor)
-    player = _Player(bound)
+    player, this = _Player(bound), os.getpid()
     try:
         while (request := read(connection)) is not None:
-            send(connection, _answer(player, request))
+            answer = _answer(player, request)
+            if os.getpid() != this:  # a fork that the environment let come back: the call has an answer already
+                os._exit(1)
+            send(connection, answer)
         player.close()
     except ConnectionError:  # the pool is gone
         return

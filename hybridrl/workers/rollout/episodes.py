@@ -190,6 +190,8 @@ class EpisodeRunner:
                 messages = self._with_system(messages)
             room = agent.hear(messages)
             admission.holds(id(episode), episode.num_tokens)
+            if not agent.num_tokens:
+                raise EnvironmentFailure("invalid", "the first observation has no tokens: there is nothing to go on")
             if room < 1:
                 if not episode.num_turns:
                     raise EnvironmentFailure("overflow", f"the first observation has {agent.num_tokens} tokens, the "

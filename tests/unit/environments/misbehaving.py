@@ -1,6 +1,7 @@
 """Environments that do what the task's data says, at the point it says: every fault that an episode must survive."""
 
 import asyncio
+import contextlib
 import os
 import signal
 import subprocess
@@ -52,6 +53,8 @@ class Scripted(Environment):
     def step(self, action):
         time.sleep(self.delay_s)
         self.count += 1
+        if self.data.get("fork") == self.count:
+            os.fork()
         if self.data.get("where") == "step" and self.count == self.data.get("at", 1):
             return Step(misbehave(self.data["fault"]))
         return Step(f"turn {self.count}", 0.5, self.count >= self.data.get("turns", 2), {"count": self.count})
@@ -82,6 +85,15 @@ class Waiting(AsyncEnvironment):
             raise ValueError("asked to")
         if self.data.get("fault") == "hang":
             await asyncio.sleep(3600)
+        if self.data.get("fault") == "exit":
+            sys.exit("asked to exit")
+        if self.data.get("fault") == "cancelled":
+            raise asyncio.CancelledError
+        while self.data.get("fault") == "stay":
+            with contextlib.suppress(asyncio.CancelledError):
+                await asyncio.sleep(self.data["released"].is_set() or 0.05)
+            if self.data["released"].is_set():
+                break
         await asyncio.sleep(0.001)
         return f"turn {self.count}", 0.5, self.count >= 2, {}
 

@@ -172,6 +172,16 @@ def test_reasons_to_end(runner):
     assert torch.isnan(batch["rewards"]).all()
 
 
+def test_nothing_to_go_on_is_a_failure_of_the_episode(runner):
+    """Without a template an empty observation is no tokens at all; an engine would refuse the request, and the run."""
+    tokenizer = chat_tokenizer("bytes")
+    engine = scripted(tokenizer)
+    one = runner(engine, tokenizer, "verifier", options={"function": "numeric"}, chat_template=False)
+    batch = play(one, 2, prompt=["", "go"], answer=["1", "1"])
+    assert batch["reward_error"][0].startswith("invalid: the first observation has no tokens")
+    assert batch["reward_error"][1] is None and len(engine.served) == 1
+
+
 def test_an_episode_that_takes_too_long_is_cancelled_in_the_engine_too(runner):
     tokenizer = chat_tokenizer("bytes")
     engine = scripted(tokenizer)

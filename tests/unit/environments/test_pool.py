@@ -6,10 +6,10 @@ import time
 
 import pytest
 
-from hybridrl.environments import Action, Task
+from hybridrl.environments import Action, Step, Task
 from hybridrl.environments import pool as pool_module
 from hybridrl.environments.pool import EnvironmentPool
-from hybridrl.environments.record import EnvironmentFailure
+from hybridrl.environments.record import EnvironmentFailure, Record
 from hybridrl.errors import ConfigError, EpisodeError
 
 HERE = "tests.unit.environments.misbehaving"
@@ -133,14 +133,36 @@ def test_a_server_that_dies_is_started_again_and_costs_no_episode():
     assert run(work) == ({"agent": 2.0}, {"agent": 2.0})
 
 
-@pytest.mark.parametrize("fault", ["raise", "hang"])
-def test_coroutines_fail_alike(fault):
+@pytest.mark.parametrize(("fault", "kind"), [("raise", "raised"), ("hang", "timeout"), ("exit", "raised"),
+                                             ("cancelled", "raised"), ("stay", "timeout")])
+def test_coroutines_fail_alike(fault, kind):
+    """Also one that ends the program, that passes a cancellation of its own on, and that ignores ours."""
     async def work(pool):
-        return await asyncio.gather(play(pool, {"fault": fault}), play(pool, {}), return_exceptions=True)
+        released = asyncio.Event()
+        try:
+            return await asyncio.gather(play(pool, {"fault": fault, "released": released}), play(pool, {}),
+                                        return_exceptions=True)
+        finally:
+            released.set()
 
     failed, good = run(work, f"{HERE}:Waiting", timeout_s=0.5)
-    assert failed.kind == {"raise": "raised", "hang": "timeout"}[fault]
+    assert isinstance(failed, EnvironmentFailure) and failed.kind == kind
     assert good[1] == {"agent": 1.0}
+
+
+def test_a_fork_of_an_environment_that_comes_back_answers_nobody():
+    async def work(pool):
+        return [await play(pool, data) for data in ({"fork": 1}, {}, {})]
+
+    for replies, rewards in run(work):
+        assert [reply.messages[0]["content"] for reply in replies] == ["begin", "turn 1", "turn 2"]
+        assert rewards == {"agent": 2.0}
+
+
+def test_numbers_that_have_no_mean_are_left_out_of_info():
+    step = Step("go on", info={"count": 3, "huge": 10**400, "mean": float("nan"), "half": 0.5, "name": "x"})
+    reply = Record(Task(prompt="go")).stepped(Action("a"), step, None)
+    assert reply.info == {"count": 3, "huge": None, "mean": None, "half": 0.5, "name": "x"}
 
 
 def test_an_environment_that_can_not_be_built_fails_its_episode():
