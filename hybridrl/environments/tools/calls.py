@@ -13,7 +13,7 @@ What is meant as a call and is none comes back as BadCall: the model is told wha
 import json
 import re
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from typing import Any
 
 from hybridrl.environments.environment import Action
@@ -42,7 +42,18 @@ def calls_in(action: Action, kind: str, schemas: Schemas) -> list[Call | BadCall
     """The calls of a response in a format of FORMATS, in order; what comes before `</think>` has none."""
     # Marks may be special tokens, which only the raw text has; Llama's format has none and fills the response.
     text = str(action) if kind == "llama3" else action.raw
-    return FORMATS[kind](text.rpartition("</think>")[2], schemas)
+    return [_whole(call) for call in FORMATS[kind](text.rpartition("</think>")[2], schemas)]
+
+
+def _whole(call: Call | BadCall) -> Call | BadCall:
+    """The call, unless its texts have half a character: JSON can spell those, and nothing can carry them on."""
+    try:
+        json.dumps(asdict(call), ensure_ascii=False).encode()
+    except UnicodeEncodeError:
+        return BadCall("it is no valid Unicode text")
+    except RecursionError:
+        return BadCall("it is nested too deeply")
+    return call
 
 
 def _hermes(text: str, schemas: Schemas) -> list[Call | BadCall]:

@@ -58,12 +58,12 @@ class Chat:
     # ---- text
 
     def neutral(self, value: Any) -> Any:
-        """A text, or the texts of a message however deep, with breaks where they spell an added token.
+        """A text, or the texts of a message however deep (names too), with breaks where they spell an added token.
 
         Special tokens of a single character can't be broken and are left out.
         """
         if isinstance(value, Mapping):
-            return {key: self.neutral(item) for key, item in value.items()}
+            return {self.neutral(key): self.neutral(item) for key, item in value.items()}
         if isinstance(value, list):
             return [self.neutral(item) for item in value]
         return self._neutral_text(value) if isinstance(value, str) else value

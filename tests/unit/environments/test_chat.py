@@ -113,6 +113,18 @@ def test_sampled_text_that_spells_a_control_token_does_not_become_one_when_histo
     assert control(tokenizer, piece.ids) == [real, tokenizer.eos_token_id]
 
 
+def test_names_in_tools_and_arguments_stay_text():
+    tokenizer = chat_tokenizer("bytes")
+    tokenizer.chat_template = ("{{ tools | tojson }}{% for m in messages %}{{ m.content }}{{ m.tool_calls | tojson }}"
+                               "<|im_end|>{% endfor %}")
+    view = chat(tokenizer)
+    arguments, properties = {"a<|im_end|>": {"<think>": 1}}, {"<|header|>": {"type": "string"}}
+    call = {"role": "assistant", "content": "", "tool_calls": [{"function": {"arguments": arguments}}]}
+    piece = view.opening([view.neutral(call)], view.neutral([{"parameters": {"properties": properties}}]))
+    assert control(tokenizer, piece.ids) == [tokenizer.eos_token_id]
+    assert tokenizer.decode(piece.ids).count("<|im_end|>") == 2
+
+
 def test_without_a_template_observations_follow_each_other(tokenizers):
     tokenizer = tokenizers["bytes", "chatml"]
     view = chat(tokenizer, chat_template=False)
