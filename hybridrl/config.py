@@ -240,10 +240,15 @@ class RolloutConfig:
     """Skip CUDA graphs (CPU engines are always eager)."""
 
     @property
+    def context(self) -> int:
+        """Tokens of the longest sequence: prompt and response."""
+        return self.max_prompt_tokens + self.max_response_tokens
+
+    @property
     def longest(self) -> tuple[int, str]:
         """Tokens of the longest sequence, and what makes it so long."""
         prompt, response = self.max_prompt_tokens, self.max_response_tokens
-        return prompt + response, f"policy.rollout.max_prompt_tokens={prompt} + max_response_tokens={response}"
+        return self.context, f"policy.rollout.max_prompt_tokens={prompt} + max_response_tokens={response}"
 
     def validate(self, key: str = "policy.rollout") -> None:
         check_choice(f"{key}.engine", self.engine, ("vllm", "transformers"))

@@ -17,7 +17,7 @@ from typing import Any
 from filelock import FileLock, Timeout
 
 from hybridrl.config import ModelConfig
-from hybridrl.errors import DeadlineError, ModelError
+from hybridrl.errors import ConfigError, DeadlineError, ModelError
 
 CONVERSION_TIMEOUT_S = 600.0
 TOKENIZER_FILES = (("tokenizer.json",), ("tokenizer.model",), ("vocab.json", "merges.txt"), ("vocab.txt",))
@@ -234,6 +234,16 @@ def vocabulary_of(cfg: ModelConfig) -> int:
     folder = resolve_model(cfg.path)
     config = AutoConfig.from_pretrained(folder, trust_remote_code=cfg.trust_remote_code, local_files_only=True)
     return config.get_text_config().vocab_size
+
+
+def check_context(folder: Path, tokens: int, key: str, trust_remote_code: bool = False) -> None:
+    """Raise ConfigError when a model has fewer positions than `tokens`, which `key` asks for."""
+    from transformers import AutoConfig
+
+    config = AutoConfig.from_pretrained(folder, trust_remote_code=trust_remote_code, local_files_only=True)
+    positions = getattr(config.get_text_config(), "max_position_embeddings", None)
+    if positions is not None and tokens > positions:
+        raise ConfigError(f"{key} must be at most the {positions} positions of the model, got {tokens}.")
 
 
 def check_classifier(folder: Path) -> None:

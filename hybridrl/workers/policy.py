@@ -22,7 +22,7 @@ from hybridrl.batch import num_rows, put, require, rows_of
 from hybridrl.config import EnvironmentConfig, PolicyConfig
 from hybridrl.dispatch import over_rows, to_all
 from hybridrl.errors import ConfigError
-from hybridrl.models import resolve_model, stop_ids
+from hybridrl.models import check_context, resolve_model, stop_ids
 from hybridrl.workers.base import WorkerContext
 from hybridrl.workers.rollout.engine import Completion, Request, RolloutEngine
 from hybridrl.workers.rollout.episode_rows import episode_batch, tasks_of
@@ -78,6 +78,8 @@ class PolicyWorker(TrainerWorker):
     def _build_rollout(self, seed: int) -> RolloutEngine:
         stop, keep = stop_ids(self.folder, self.tokenizer), self.cfg.routing_replay == "rollout"
         if self.cfg.rollout.engine == "transformers":
+            check_context(self.folder, self.cfg.rollout.context,
+                          "policy.rollout.max_prompt_tokens + max_response_tokens", self.cfg.model.trust_remote_code)
             return TransformersEngine(self.folder, self.device, self.dtype, stop, self.cfg.rollout.max_running,
                                       self.cfg.model.trust_remote_code, keep_experts=keep)
         lora = self.cfg.training.lora if self.cfg.sync.lora == "adapter" else None
@@ -127,7 +129,7 @@ class PolicyWorker(TrainerWorker):
 
     def _fingerprint_ids(self) -> list[int]:
         """Token ids whose log-probs are compared; none when that is turned off, or nothing fits."""
-        context = self.cfg.rollout.max_prompt_tokens + self.cfg.rollout.max_response_tokens
+        context = self.cfg.rollout.context
         # the engine holds one token of context before them and makes one after
         tokens = min(self.cfg.sync.fingerprint_tokens, context - 2)
         return fingerprint_ids(tokens, len(self.tokenizer)) if tokens > 0 and self.cfg.sync.verify != "none" else []

@@ -14,8 +14,8 @@ from filelock import FileLock
 from safetensors.torch import save_file
 
 from hybridrl import models
-from hybridrl.errors import DeadlineError, ModelError
-from hybridrl.models import check_model, resolve_model
+from hybridrl.errors import ConfigError, DeadlineError, ModelError
+from hybridrl.models import check_context, check_model, resolve_model
 
 
 @pytest.fixture
@@ -129,6 +129,13 @@ def test_config_of_something_else(folder):
     (folder / "config.json").write_text('{"steps": 3}')
     with pytest.raises(ModelError, match="names no model_type"):
         check_model(folder)
+
+
+def test_a_context_beyond_the_models_positions_is_refused(folder):
+    (folder / "config.json").write_text('{"model_type": "llama", "max_position_embeddings": 512}')
+    check_context(folder, 512, "rollout")
+    with pytest.raises(ConfigError, match=r"^rollout must be at most the 512 positions of the model, got 513\.$"):
+        check_context(folder, 513, "rollout")
 
 
 def test_unknown_name_gets_near_folders_and_known_names(folder):

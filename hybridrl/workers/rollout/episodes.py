@@ -78,7 +78,7 @@ class EpisodeRunner:
     def __init__(self, engine: RolloutEngine, tokenizer: Any, rollout: RolloutConfig, cfg: EnvironmentConfig):
         self.engine, self.rollout, self.cfg = engine, rollout, cfg
         self.chat = Chat(tokenizer, engine.stop_ids, cfg.chat_template, cfg.template_options)
-        self.context = rollout.max_prompt_tokens + rollout.max_response_tokens
+        self.context = rollout.context
         self.turn_tokens = cfg.max_turn_tokens or rollout.max_response_tokens
         self._pool = EnvironmentPool(cfg.name, cfg.options, cfg.turn_timeout_s)
         if self._pool.runs_agent and cfg.system_prompt:

@@ -5,7 +5,7 @@ from typing import Any
 import torch
 
 from hybridrl.config import ModelConfig, RolloutConfig
-from hybridrl.models import resolve_model, stop_ids
+from hybridrl.models import check_context, resolve_model, stop_ids
 from hybridrl.workers.rollout.engine import RolloutEngine
 from hybridrl.workers.rollout.transformers_engine import TransformersEngine
 from hybridrl.workers.rollout.vllm_engine import VLLMEngine, rollout_dtype
@@ -13,10 +13,13 @@ from hybridrl.workers.rollout.vllm_engine import VLLMEngine, rollout_dtype
 
 def frozen_engine(model: ModelConfig, rollout: RolloutConfig, tokenizer: Any, device: torch.device,
                   seed: int = 0) -> RolloutEngine:
-    """The engine of `rollout.engine`, ready to sample. Raises ModelError when the folder can't be used."""
+    """The engine of `rollout.engine`, ready to sample. Raises ModelError when the folder can't be used, ConfigError
+    when the model has fewer positions than the rollout asks for."""
     folder = resolve_model(model.path)
     stop = stop_ids(folder, tokenizer)
     if rollout.engine == "transformers":
+        check_context(folder, rollout.context, "rollout.max_prompt_tokens + max_response_tokens",
+                      model.trust_remote_code)
         dtype = getattr(torch, rollout_dtype(rollout, device))
         return TransformersEngine(folder, device, dtype, stop, rollout.max_running, model.trust_remote_code,
                                   frozen=True)

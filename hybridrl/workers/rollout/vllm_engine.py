@@ -74,10 +74,9 @@ class VLLMEngine(RolloutEngine):
         if self.cuda:
             options |= {"enable_sleep_mode": not frozen, "gpu_memory_utilization": cfg.gpu_memory_frac}
         else:
-            longest = cfg.max_prompt_tokens + cfg.max_response_tokens
             # Prompts whole: a CPU generator can't take back the noise that vLLM draws for a part of one.
             options |= {"kv_cache_memory_bytes": _cache_bytes(model_path, cfg, trust_remote_code),
-                        "enable_chunked_prefill": False, "max_num_batched_tokens": max(CPU_STEP_TOKENS, longest)}
+                        "enable_chunked_prefill": False, "max_num_batched_tokens": max(CPU_STEP_TOKENS, cfg.context)}
         if keep_experts:  # vLLM returns them itself on CUDA; the table below reads a step's before the next begins
             options |= {"enable_return_routed_experts": True} if self.cuda else {"async_scheduling": False}
         if frozen:
@@ -90,15 +89,14 @@ class VLLMEngine(RolloutEngine):
             self.llm = LLM(
                 model=str(model_path), dtype=rollout_dtype(cfg, device), tensor_parallel_size=cfg.tensor_parallel,
                 distributed_executor_backend="external_launcher", use_tqdm_on_load=False,
-                max_model_len=cfg.max_prompt_tokens + cfg.max_response_tokens, max_num_seqs=cfg.max_running,
+                max_model_len=cfg.context, max_num_seqs=cfg.max_running,
                 skip_tokenizer_init=True, logprobs_mode="processed_logprobs", seed=seed,
                 trust_remote_code=trust_remote_code, disable_log_stats=True, **options)
         except (ValueError, ImportError, NotImplementedError) as error:
             _forget_groups()
             if "greater than the derived max_model_len" in str(error):
-                longest = cfg.max_prompt_tokens + cfg.max_response_tokens
                 raise ConfigError(f"rollout.max_prompt_tokens + max_response_tokens must be at most the context "
-                                  f"of the model, got {longest}: {_one_line(error).partition('. ')[0]}.") from error
+                                  f"of the model, got {cfg.context}: {_one_line(error).partition('. ')[0]}.") from error
             raise ModelError(f"vLLM can't run {model_path}: {_one_line(error)} "
                              "rollout.engine=transformers runs models that vLLM lacks.") from error
         if shared_memory:
@@ -261,7 +259,7 @@ def _cache_bytes(model_path: Path, cfg: RolloutConfig, trust_remote_code: bool) 
     size = getattr(config, "head_dim", None)
     if not heads or not size or getattr(config, "kv_lora_rank", None):
         return limit  # another kind of cache
-    longest = -(-(cfg.max_prompt_tokens + cfg.max_response_tokens) // CPU_BLOCK) * CPU_BLOCK
+    longest = -(-cfg.context // CPU_BLOCK) * CPU_BLOCK
     tokens = (cfg.max_running + 2) * longest
     per_token = 2 * config.num_hidden_layers * -(-heads // cfg.tensor_parallel) * size * 4
     return min(limit, tokens * per_token)
