@@ -17,7 +17,7 @@ MACHINE = ("time/", "memory/", "cache/")
 PEAK = "_peak_bytes"
 """Ending of metrics of which the largest counts."""
 
-WATCHED = {"reward": ("reward/mean",), "tokens": ("response/length_mean",),
+WATCHED = {"reward": ("reward/mean",), "accuracy": ("eval/accuracy",), "tokens": ("response/length_mean",),
            "kl": ("policy/ref_kl", "policy/approx_kl_k3"), "s": ("time/step",)}
 """What the progress line shows: label, and the metric, or where it is missing the next one."""
 

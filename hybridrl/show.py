@@ -58,7 +58,8 @@ def _table(samples: Sequence[Sample]) -> Table:
         table.add_column(name, no_wrap=True)
     table.add_column("prompt", no_wrap=True, overflow="ellipsis", ratio=1)  # what is left of the line
     for sample in samples:
-        prompt = " ".join(_content(message) for message in sample.prompt[-1:])
+        first = sample.turns[0].shown if sample.turns else sample.prompt  # an environment may show something else
+        prompt = " ".join(_content(message) for message in first[-1:])
         cells = [str(sample.step), str(sample.row), _number(sample.reward), str(len(sample.turns)),
                  str(len(sample.tokens)) if "tokens" in sample.line else "-", sample.line.get("finish_reason") or "-",
                  *[sample.line.get(name) or "-" for name in extra], " ".join(prompt.split())[:PROMPT_CHARS]]

@@ -9,19 +9,18 @@ from hybridrl.metrics import format_metrics
 class ProgressBar:
     """Live on a terminal; plain lines elsewhere, and where a debugger needs the terminal (`live=False`)."""
 
-    def __init__(self, name: str, live: bool = True):
+    def __init__(self, name: str, total: int, live: bool = True):
         self.console = Console()
         self._live = live and self.console.is_terminal
         self._bar = Progress(TextColumn(name), BarColumn(), MofNCompleteColumn(), TextColumn("{task.fields[shown]}"),
                              TimeRemainingColumn(), console=self.console)
         self._task: TaskID | None = None
-        self._total = 0
-
-    def start(self, done: int, total: int) -> None:
-        """Show the bar with `done` of `total` steps."""
         self._total = total
+
+    def start(self, done: int) -> None:
+        """Show the bar with `done` of all steps."""
         if self._live:
-            self._task = self._bar.add_task("steps", total=total, completed=done, shown="")
+            self._task = self._bar.add_task("steps", total=self._total, completed=done, shown="")
             self._bar.start()
 
     def update(self, step: int, metrics: dict[str, float]) -> None:
@@ -29,7 +28,7 @@ class ProgressBar:
         shown = format_metrics(metrics)
         if self._task is not None:
             self._bar.update(self._task, completed=step, shown=shown)
-        elif not self._live:
+        else:  # also step 0, which is before the first
             self.say(f"step {step}/{self._total}  {shown}")
 
     def say(self, text: str) -> None:

@@ -59,7 +59,7 @@ class Run:
         self.log_dir = self.dir / "logs"
         with ExitStack() as stack:
             stack.enter_context(lock(self.dir))
-            self.progress = ProgressBar(self.recipe, live=self.cfg.cluster.backend != "local")
+            self.progress = ProgressBar(self.recipe, trainer.steps, live=self.cfg.cluster.backend != "local")
             stack.callback(self.progress.close)
             self._log = stack.enter_context(log_to_file(self.log_dir / "controller.log", self.say))
             self.say(f"{'resuming' if self.resumed else 'run'} {self.dir}")
@@ -108,7 +108,7 @@ class Run:
         Raises KeyboardInterrupt after a step during which Ctrl-C was pressed, once that step is saved.
         """
         trainer = self.cfg.trainer
-        self.progress.start(self.step, trainer.steps)
+        self.progress.start(self.step)
         self._catch_signals()  # again: a cluster that started since may have set its own handlers
         while self.step < trainer.steps:
             self.step += 1

@@ -61,7 +61,10 @@ def _imported(name: str) -> type[Environment]:
     path = ENVIRONMENTS.get(name, name)
     cls = imported(path, f"{KEY}.name", "environment", ENVIRONMENTS, _is_environment)
     if not _is_environment(cls):
-        raise ConfigError(f"{KEY}.name: {path!r} must be a subclass of hybridrl.environments.Environment, got {cls!r}.")
+        hint = "" if isinstance(cls, type) or not callable(cls) else (
+            f" A program that calls the policy is {KEY}.name=agent with {KEY}.options.function={path}.")
+        raise ConfigError(f"{KEY}.name: {path!r} must be a subclass of hybridrl.environments.Environment, got {cls!r}."
+                          + hint)
     return cls
 
 

@@ -19,8 +19,8 @@ def test_deterministic_leaves_the_machine_out():
 
 
 def test_format_shows_what_is_there():
-    metrics = {"reward/mean": 0.123456, "time/step": 12.0, "kl/mean": None, "other": 1.0}
-    assert format_metrics(metrics) == "reward 0.123  s 12"
+    metrics = {"reward/mean": 0.123456, "eval/accuracy": 0.5, "time/step": 12.0, "kl/mean": None, "other": 1.0}
+    assert format_metrics(metrics) == "reward 0.123  accuracy 0.5  s 12"
     assert format_metrics({}) == ""
 
 

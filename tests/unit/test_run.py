@@ -183,6 +183,9 @@ def test_progress_without_a_terminal_is_a_line_a_step(tmp_path, capsys):
     train(config(tmp_path / "run", steps=2))
     assert [line.split("  s ")[0] for line in capsys.readouterr().out.splitlines()] == [
         f"run {tmp_path}/run", "step 1/2  reward 1", "step 2/2  reward 2"]
+    with Run(config(tmp_path / "evaluated", steps=2), "test") as run:
+        run.log(0, {"eval/accuracy": 0.25})
+    assert capsys.readouterr().out.splitlines()[1] == "step 0/2  accuracy 0.25"
 
 
 # Resume

@@ -115,6 +115,8 @@ def test_the_table_has_a_line_a_sample(tmp_path):
                               ["2", "0", "1", "2", "6", "done", "guess", "my", "number"]]
     assert rows(text)[2][:7] == ["2", "1", "-", "0", "-", "-", "a"]
     assert max(map(len, text.splitlines())) <= 100
+    (line,) = rows(printed(write(tmp_path / "shown", EPISODE | {"prompt": "Task 1."})))
+    assert line[6:] == ["guess", "my", "number"]  # what the environment showed, not the row of data
 
 
 def test_on_a_narrow_terminal_the_prompt_alone_is_cut(tmp_path):
