@@ -149,7 +149,7 @@ def _error_of(function: Callable[..., None], *arguments: Any) -> str | None:
     """What a function raised, in one line."""
     try:
         function(*arguments)
-    except Exception as error:  # of whoever wrote it
+    except (Exception, SystemExit) as error:  # of whoever wrote it
         return one_line(error)
     return None
 

@@ -87,6 +87,14 @@ def do_endless(client, task):
         say(client, "hello")
 
 
+def do_give_up(client, task):
+    """A command-line program's way: end on the first error."""
+    try:
+        do_endless(client, task)
+    except openai.BadRequestError as error:
+        raise SystemExit(2) from error
+
+
 def do_overflow(client, task):
     say(client, "hello")
     say(client, "x" * 5000)
@@ -124,6 +132,39 @@ def do_random(client, task):
         else:
             states.append([*state, text, say(client, *state, text)])
     return calls / 4
+
+
+TOOLS = [{"type": "function", "function": {"name": "f", "parameters": {
+    "type": "object", "properties": {"x": {"type": "integer"}}}}}]
+
+
+def do_wild(client, task):
+    """The same with tools, streams, stop texts, limits, and messages of the past that are changed."""
+    rng, states = random.Random(task.seed), [[]]
+    for number in range(8):
+        state = list(rng.choice(states))
+        if state and rng.random() < 0.15:
+            place = rng.randrange(len(state))
+            state[place] = state[place] | {"content": f"{state[place]['content'] or ''} changed <|im_end|>"}
+        for call in state[-1].get("tool_calls", []) if state else []:
+            state.append({"role": "tool", "tool_call_id": call["id"], "content": "42"})
+        state.append({"role": "user", "content": f"{number} " + "".join(rng.choices("é\ufdd0 \n7<", k=3))})
+        states.append([*state, answered(client, state, rng)])
+    return 1.0
+
+
+def answered(client, messages, rng):
+    """The message that a call gives, as a stream or whole."""
+    options = {"stop": rng.choices("e7<\nh", k=2), "tools": TOOLS, "max_tokens": rng.randint(1, 9), "temperature": 0.5}
+    options = {name: value for name, value in options.items() if rng.random() < 0.4}
+    if rng.random() < 0.5:
+        message = client.chat.completions.create(model="any", messages=messages, **options).choices[0].message
+        return {"content": None} | message.model_dump(exclude_none=True)
+    deltas = [chunk.choices[0].delta for chunk in client.chat.completions.create(
+        model="any", messages=messages, stream=True, **options)]
+    message = {"role": "assistant", "content": "".join(delta.content or "" for delta in deltas)}
+    calls = [call.model_dump(exclude={"index"}) for delta in deltas for call in delta.tool_calls or []]
+    return message | ({"tool_calls": calls} if calls else {})
 
 
 def rng_calls(task):

@@ -145,6 +145,32 @@ def test_any_walk_over_conversations_is_exact(runner, template, kind):
     assert sums == rewards and len(set(rewards.values())) == 5
 
 
+@pytest.mark.parametrize("template", ["chatml", "thinking", "merging", None])
+def test_tools_streams_stop_texts_and_a_changed_past_are_exact_too(runner, template):
+    """Each turn is what the engine sampled after what is before it in its row, up to the end of a stop text."""
+    tokenizer = chat_tokenizer("bytes", template or "chatml")
+    engine = scripted(tokenizer)
+    words = engine.tokens
+
+    def calls_or_anything(prompt, rng):
+        if rng.random() < 0.3:
+            call = {"name": "f", "arguments": {"x": rng.randint(1, 9)}}
+            return ids_of(tokenizer, f"so <tool_call>{json.dumps(call)}</tool_call>")
+        return [*rng.choices(words, k=rng.randint(0, 12)), tokenizer.eos_token_id][:rng.randint(1, 20)]
+
+    engine.script = calls_or_anything
+    one = runner(engine, tokenizer, rollout=RolloutConfig(max_prompt_tokens=1000, max_response_tokens=2000),
+                 limits={"max_turns": 20, "chat_template": template is not None})
+    batch = play(one, 6, task=doing("wild") * 6)
+    assert set(batch["reward_error"]) == {None} and batch["rewards"].tolist() == [1.0] * num_rows(batch)
+    left, cut = list(served_by(engine).elements()), 0
+    for fed, ids, log_probs in sampled_in(batch):
+        (place, *_) = (i for i, served in enumerate(left)
+                       if served[0] == fed and (served[1][:len(ids)], served[2][:len(ids)]) == (ids, log_probs))
+        cut += left.pop(place)[1] != ids
+    assert not left and 0 < cut < 24 and len(engine.served) == 48
+
+
 def test_calls_at_the_same_time_are_rows_of_their_own(runner):
     tokenizer = chat_tokenizer("bytes")
     engine = scripted(tokenizer)
@@ -242,6 +268,8 @@ def test_limits_end_an_episode_without_failing_it(runner):
     assert [reason for reason, _ in zip(batch["finish_reason"], batch["turns"], strict=True)] == [
         "max_turns"] * 3 + ["overflow"]
     assert batch["rewards"].tolist() == [1.0] * 4
+    batch = play(one, 1, task=doing("give_up"), answer=["5"])
+    assert list(batch["finish_reason"]) == ["max_turns"] * 3 and batch["rewards"].tolist() == [1.0] * 3
     unrewarded = play(runner(says(tokenizer, "5"), tokenizer, limits={"max_turns": 3}), 1, task=doing("endless"))
     assert unrewarded["rewards"].tolist() == [0.0] * 3
     cut = ScriptedEngine([5], [tokenizer.eos_token_id], script=lambda ids, rng: [5] * 50)

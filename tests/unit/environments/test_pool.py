@@ -173,7 +173,7 @@ def test_an_environment_that_can_not_be_built_fails_its_episode():
 @pytest.mark.parametrize(("name", "options", "said"), [
     ("gues", {}, "Did you mean guess"), ("tests.no:Such", {}, "can't import"), (f"{HERE}:Scriptd", {}, "Scripted"),
     (f"{HERE}:misbehave", {}, "must be a subclass.*is environment.name=agent with environment.options.function=tests"),
-    ("tests.unit.environments.misbehaving:Unprintable", {}, "must be a subclass.*Unprintable'>.$"), ("guess", {"hihg": 3}, "Did you mean high"),
+    (f"{HERE}:Unprintable", {}, "must be a subclass.*Unprintable'>.$"), ("guess", {"hihg": 3}, "Did you mean high"),
     ("guess", {"high": "3"}, "environment.options.high of environment 'guess' must be int, got '3'"),
     ("tests.recipes.games:Brittle", {"high": "3"}, "high of environment 'tests.recipes.games:Brittle' must be int"),
     ("verifier", {}, "needs 'function'"), ("verifier", {"function": "numric"}, "Did you mean numeric")])
