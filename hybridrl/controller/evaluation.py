@@ -164,8 +164,9 @@ def evaluation_metrics(batch: TensorDict, ks: Sequence[int] = (), seed: int = 0)
 
     accuracy is the mean reward of a problem's scored responses. pass@1, and avg@k, pass@k and maj@k for each k, are of
     the problems with at least k scored responses: a response is correct when its reward is at least 1; avg@k is the
-    mean reward; maj@k votes with the response's final number, or its text where it has none. A score that no problem
-    has, and the interval of fewer than two problems, is NaN. Also: problems, responses, unscored.
+    mean reward; maj@k votes with the final number of the response, of an episode that of its last action, or the text
+    where it has none. A score that no problem has, and the interval of fewer than two problems, is NaN. Also:
+    problems, responses, unscored.
 
     Args:
         batch: `rewards`, `group_ids` and `response` of whole groups. Of a trajectory that is several rows, the last
@@ -188,7 +189,10 @@ def evaluation_metrics(batch: TensorDict, ks: Sequence[int] = (), seed: int = 0)
 def scores_by_problem(batch: TensorDict) -> list[Scores]:
     """The scored responses of each group, in order of the groups' first rows."""
     groups: dict[int, Scores] = {}
-    rows = zip(batch["group_ids"].tolist(), batch["rewards"].tolist(), batch["response"], strict=True)
+    said = list(batch["response"])
+    if "turns" in batch.keys():  # an episode's answer is what was said last, not what the environment showed
+        said = [turns[-1]["action"] if turns else text for turns, text in zip(batch["turns"], said, strict=True)]
+    rows = zip(batch["group_ids"].tolist(), batch["rewards"].tolist(), said, strict=True)
     for group, reward, response in rows:
         scores = groups.setdefault(group, [])
         if not math.isnan(reward):

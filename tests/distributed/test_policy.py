@@ -359,6 +359,18 @@ def test_agents_are_exact_whatever_the_layout(policies, fresh):
             assert batch[name].values().tolist() == batches[0][name].values().tolist()
 
 
+@pytest.mark.parametrize("environment", [GUESSING, CALLING])
+def test_episodes_carry_the_experts_of_every_token(policies, environment, tmp_path):
+    """Of observations, too: the trainer then finds the log-probs that were sampled."""
+    policy = policies("1", "qwen3_moe")
+    batch = Player(environment)(policy, guesses(4))
+    assert any(len(turns) == 2 for turns in batch["turns"])
+    check_experts(policy, batch, tmp_path / "model")
+    batch = policy.log_probs(batch)
+    mask = batch["response_mask"].values()
+    assert float((batch["rollout_log_probs"].values() - batch["old_log_probs"].values()).abs()[mask].max()) < GAP
+
+
 def test_a_single_turn_is_what_generate_gives(policies, fresh):
     policy, drawn = policies("1"), prompts(5, seed=9)
     text = make_batch(prompt=["2+2=", "1*7=", "9-3=", "5=", "6/2="], answer=["4"] * 5, group_ids=torch.arange(5),

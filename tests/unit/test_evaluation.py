@@ -41,6 +41,14 @@ def test_scores_by_hand():
         "problems", "responses", "unscored"}
 
 
+def test_an_episode_votes_with_what_it_said_last():
+    """Its response has what the environment showed, too: two that heard 3 have not both answered 3."""
+    batch = scored([0.0, 0.0, 1.0], [0, 0, 0], ["8 1 3", "2 3", "3 9"])
+    assert evaluation_metrics(batch, [3])["maj@3"] == 0
+    put(batch, "turns", [[{"action": "8"}, {"action": "1"}], [{"action": "2"}], [{"action": "9"}]])
+    assert evaluation_metrics(batch, [3])["maj@3"] == pytest.approx(1 / 3)
+
+
 def test_one_problem_has_no_interval_and_none_no_score():
     one, nothing = evaluation_metrics(scored([1.0, 0.0], [0, 0])), evaluation_metrics(scored([NAN], [0]))
     assert one["accuracy"] == one["pass@1"] == 0.5
