@@ -32,8 +32,7 @@ class ServedWorker(Worker):
         self.engine = frozen_engine(cfg.policy.model, rollout, tokenizer, self.device, cfg.seed)
         text = Chat(tokenizer, self.engine.stop_ids, chat_template=False)
         chat = Chat(tokenizer, self.engine.stop_ids, True, cfg.template_options) if tokenizer.chat_template else None
-        self._caller = Caller(self.engine, chat, text, rollout.max_prompt_tokens + rollout.max_response_tokens,
-                              cfg.call_format, rollout.temperature)
+        self._caller = Caller(self.engine, chat, text, rollout.context, cfg.call_format, rollout.temperature)
         self._server = Server(text.whole, cfg.model_name or Path(cfg.policy.model.path).name)
 
     @to_all

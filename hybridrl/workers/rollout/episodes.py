@@ -37,6 +37,8 @@ from hybridrl.workers.rollout.engine import Request, RolloutEngine
 
 TURN_SEEDS = 0x9E3779B97F4A7C15
 """Added to an episode's seed from turn to turn."""
+LEAST_BODY_BYTES, BYTES_PER_TOKEN = 1 << 20, 64
+"""Of an agent's longest call: what can't fit its context is not tokenised, a time during which all others wait."""
 STOP_TIMEOUT_S = 30.0
 """Longest wait for cancelled episodes to let their environments go."""
 
@@ -244,7 +246,7 @@ class EpisodeRunner:
         """The server that agents call, started by the first of them."""
         async with self._serving:
             if self._server is None:
-                self._server = Server(self.chat.whole, "policy")
+                self._server = Server(self.chat.whole, "policy", max(LEAST_BODY_BYTES, BYTES_PER_TOKEN * self.context))
                 await self._server.start("127.0.0.1", 0)
         return self._server
 

@@ -97,7 +97,7 @@ def do_give_up(client, task):
 
 def do_overflow(client, task):
     say(client, "hello")
-    say(client, "x" * 5000)
+    say(client, "x" * (task.data.get("size") or 5000))
 
 
 def do_restart(client, task):

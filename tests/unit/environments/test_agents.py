@@ -15,6 +15,7 @@ from hybridrl.config import EnvironmentConfig, RolloutConfig
 from hybridrl.controller.player import Player, episode_metrics
 from hybridrl.environments.binding import bind
 from hybridrl.errors import ConfigError, EpisodeError
+from hybridrl.workers.rollout.chat import Chat
 from hybridrl.workers.rollout.episodes import EpisodeRunner
 from tests.unit.environments.chats import chat_tokenizer
 from tests.unit.environments.engines import ScriptedEngine
@@ -268,6 +269,10 @@ def test_limits_end_an_episode_without_failing_it(runner):
     assert [reason for reason, _ in zip(batch["finish_reason"], batch["turns"], strict=True)] == [
         "max_turns"] * 3 + ["overflow"]
     assert batch["rewards"].tolist() == [1.0] * 4
+    tokenised = []
+    one.chat.opening = lambda *args: (tokenised.append(args), Chat.opening(one.chat, *args))[1]
+    batch = play(one, 1, task=[{"do": "overflow", "size": 1 << 20}], answer=["5"])  # too long to be read at all
+    assert list(batch["finish_reason"]) == ["overflow"] and batch["rewards"].tolist() == [1.0] and len(tokenised) == 1
     batch = play(one, 1, task=doing("give_up"), answer=["5"])
     assert list(batch["finish_reason"]) == ["max_turns"] * 3 and batch["rewards"].tolist() == [1.0] * 3
     unrewarded = play(runner(says(tokenizer, "5"), tokenizer, limits={"max_turns": 3}), 1, task=doing("endless"))

@@ -12,7 +12,6 @@ import pytest
 import torch
 
 from hybridrl.workers.rollout.chat import Chat
-from hybridrl.workers.rollout.endpoint import server as server_module
 from hybridrl.workers.rollout.endpoint.caller import Caller
 from hybridrl.workers.rollout.endpoint.calls import ApiError, chat_call, parse, text_call
 from hybridrl.workers.rollout.endpoint.server import Server
@@ -359,7 +358,7 @@ def test_a_prompt_that_leaves_no_room(scripted):
     assert client.completions.create(model="m", prompt=[1] * (CONTEXT - 1)).usage.completion_tokens == 1
 
 
-def test_keys_models_and_paths(scripted, monkeypatch):
+def test_keys_models_and_paths(scripted):
     client, server, _ = scripted("x")
     for key in ("wrong", "", "secret2", "Secret"):
         status, body = post(server, "chat/completions", {"messages": user("hi")}, key)
@@ -371,7 +370,7 @@ def test_keys_models_and_paths(scripted, monkeypatch):
     for method, path, expected in (("POST", "embeddings", 404), ("GET", "chat/completions", 405)):
         status, body = post(server, path, {}, method=method)
         assert status == expected and "is not offered here" in json.loads(body)["error"]["message"]
-    status, body = post(server, "completions", b'"' + b"x" * (server_module.MAX_BODY_BYTES + 1))
+    status, body = post(server, "completions", b'"' + b"x" * server.max_body_bytes)
     assert status == 413 and json.loads(body)["error"]["code"] == "request_too_large"
     assert client.completions.create(model="m", prompt="still").choices[0].text == "x"
 

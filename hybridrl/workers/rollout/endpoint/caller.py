@@ -62,6 +62,10 @@ class Caller:
                         f"{self.response_tokens} are for all responses and what comes between them.",
                         code="context_length_exceeded")
 
+    def too_large(self, max_bytes: int) -> ApiError:
+        """The error for a call that is not read."""
+        return ApiError(f"The body must have at most {max_bytes} bytes.", code="request_too_large", status=413)
+
     # ---- calls
 
     def begin(self, tools: Any) -> Conversation:
@@ -264,3 +268,6 @@ class EpisodeCaller(Caller):
     def too_long(self) -> ApiError:
         self.limit = self.limit or "overflow"
         return super().too_long()
+
+    def too_large(self, max_bytes: int) -> ApiError:
+        return self.too_long()  # what an episode may send is bounded by its context

@@ -20,7 +20,7 @@ from hybridrl.workers.rollout.endpoint.caller import Caller
 from hybridrl.workers.rollout.endpoint.calls import ApiError, chat_call, parse, text_call
 
 MAX_BODY_BYTES = 16 << 20
-"""Longest call."""
+"""Longest call, where nothing else is said."""
 
 
 class Server:
@@ -29,10 +29,11 @@ class Server:
     Args:
         decode: token ids to text, with special tokens.
         model: the one name that `/v1/models` lists; calls may name any.
+        max_body_bytes: longest call.
     """
 
-    def __init__(self, decode: Decode, model: str):
-        self.model, self.url = model, ""
+    def __init__(self, decode: Decode, model: str, max_body_bytes: int = MAX_BODY_BYTES):
+        self.model, self.url, self.max_body_bytes = model, "", max_body_bytes
         self._decode, self._created = decode, int(time.time())
         self._callers: dict[str, Caller] = {}
         self._tasks: dict[str, set[asyncio.Task]] = {}
@@ -40,7 +41,7 @@ class Server:
 
     async def start(self, host: str, port: int) -> None:
         """Listen; `url` says where. Port 0 takes any free one. Raises OSError when the port is taken."""
-        app = web.Application(client_max_size=MAX_BODY_BYTES, middlewares=[self._in_shape])
+        app = web.Application(client_max_size=self.max_body_bytes, middlewares=[self._in_shape])
         app.router.add_post("/v1/chat/completions", self._chat)
         app.router.add_post("/v1/completions", self._text)
         app.router.add_get("/v1/models", self._models)
@@ -80,6 +81,7 @@ class Server:
         """Who calls, and errors as OpenAI writes them."""
         try:
             key = self._key(request)
+            caller = self._callers[key]
             task = asyncio.current_task()
             assert task is not None, "handlers run in tasks"
             self._tasks[key].add(task)
@@ -91,8 +93,7 @@ class Server:
         except ApiError as refused:
             error = refused
         except web.HTTPRequestEntityTooLarge:
-            error = ApiError(f"The body must have at most {MAX_BODY_BYTES} bytes.", code="request_too_large",
-                             status=413)
+            error = caller.too_large(self.max_body_bytes)
         except web.HTTPException as found:
             error = ApiError(f"{request.method} {request.path} is not offered here: {found.reason}.",
                              status=found.status)
