@@ -63,6 +63,8 @@ class Record:
     def opened(self, environment: Environment, returned: Any, state: Any) -> Reply:
         """Check what `reset` returned."""
         step = returned if isinstance(returned, Step) else Step(returned)
+        if step.done:
+            raise _invalid("reset", returned, "the beginning of an episode, which is not over yet")
         self._agent = _agent(step.agent, AGENT)
         messages = _messages(step.observation)
         if messages is None and self.trajectory.task.prompt is None:

@@ -6,7 +6,7 @@ import time
 
 import pytest
 
-from hybridrl.environments import Action, Step, Task
+from hybridrl.environments import Action, Environment, Step, Task
 from hybridrl.environments import pool as pool_module
 from hybridrl.environments.pool import EnvironmentPool
 from hybridrl.environments.record import EnvironmentFailure, Record
@@ -157,6 +157,12 @@ def test_a_fork_of_an_environment_that_comes_back_answers_nobody():
     for replies, rewards in run(work):
         assert [reply.messages[0]["content"] for reply in replies] == ["begin", "turn 1", "turn 2"]
         assert rewards == {"agent": 2.0}
+
+
+def test_an_episode_is_not_over_when_it_begins():
+    with pytest.raises(EnvironmentFailure, match="invalid: reset must be the beginning of an episode"):
+        Record(Task()).opened(Environment(), Step("nothing to do", done=True), None)
+    assert Record(Task()).opened(Environment(), Step("go", agent="white"), None).agent == "white"
 
 
 def test_numbers_that_have_no_mean_are_left_out_of_info():
