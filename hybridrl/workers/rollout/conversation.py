@@ -155,14 +155,16 @@ class Conversation:
         action = self._chat.action(ids, completion.finish_reason)
         row.turns.append({"start": start, "stop": start + len(ids), "observation": self._heard, "action": str(action)})
         owed, self._owed = self._owed, 0.0
-        self._place(owed)
+        if owed:
+            row.turns[-1]["reward"] = owed
+            self._place(owed)
         return action
 
     def answered(self, reply: Reply) -> None:
         """Note what the last action led to, rewards apart."""
         row = self.rows[-1]
         turn = row.turns[-1]
-        turn |= {"info": reply.info, "state": reply.state, "reward": 0.0}
+        turn |= {"info": reply.info, "state": reply.state, "reward": turn.get("reward", 0.0)}
         if reply.token_rewards:
             for i, reward in enumerate(reply.token_rewards, turn["start"]):
                 row.token_rewards[i] += reward

@@ -51,6 +51,8 @@ class Episode:
     seed: int | None
     """Of sampling; None draws one."""
     conversations: dict[str, Conversation | Threads] = field(default_factory=dict)
+    owed: dict[str, float] = field(default_factory=dict)
+    """Rewards of agents that have not acted yet."""
     num_turns: int = 0
     finish_reason: str = ""
     failure: EnvironmentFailure | None = None
@@ -190,6 +192,7 @@ class EpisodeRunner:
                 agent = Conversation(self.chat, tools, self.context, self.rollout.max_response_tokens)
                 conversations[reply.agent] = episode.conversations[reply.agent] = agent
                 messages = self._with_system(messages)
+                agent.earn(episode.owed.pop(reply.agent, 0.0))
             room = agent.hear(messages)
             admission.holds(id(episode), episode.num_tokens)
             if not agent.num_tokens:
@@ -263,6 +266,8 @@ class EpisodeRunner:
         for name, reward in rewards.items():
             if name in episode.conversations:
                 episode.conversations[name].earn(reward)
+            else:
+                episode.owed[name] = episode.owed.get(name, 0.0) + reward
 
     @staticmethod
     def turn_seed(seed: int | None, turn: int) -> int | None:

@@ -33,6 +33,19 @@ class Chatter(AsyncEnvironment):
         return {turn.agent: 0.25 for turn in trajectory.turns}
 
 
+class Early(Environment):
+    """White's turn earns black, who has not acted yet, a half; black's turn earns white 1 and black 2."""
+
+    def reset(self, task):
+        self.turn = 0
+        return Step("begin", agent="white")
+
+    def step(self, action):
+        self.turn += 1
+        rewards = {"black": 0.5, "nobody": 9.0} if self.turn == 1 else {"white": 1.0, "black": 2.0}
+        return Step("go on", rewards, self.turn == 2, agent="black")
+
+
 class Duel(Environment):
     """Two players name numbers in turn; the larger of the two sums wins."""
 

@@ -146,6 +146,14 @@ def test_each_agent_has_rows_of_its_own(runner):
         assert "odd begins" in odd and "odd begins" not in even and "odd said" in even
 
 
+def test_rewards_of_an_agent_that_has_not_acted_yet_wait_for_it(runner):
+    tokenizer = chat_tokenizer("bytes")
+    batch = play(runner(scripted(tokenizer), tokenizer, f"{GAMES}:Early"), 3)
+    assert list(batch["agent"]) == ["white", "black"] * 3 and batch["rewards"].tolist() == [1.0, 2.5] * 3
+    assert padded(batch["token_rewards"]).sum(1).tolist() == [1.0, 2.5] * 3
+    assert [[turn["reward"] for turn in turns] for turns in batch["turns"]] == [[1.0], [2.5]] * 3
+
+
 # ---- how episodes end
 
 
