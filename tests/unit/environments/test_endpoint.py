@@ -12,6 +12,7 @@ import pytest
 import torch
 
 from hybridrl.workers.rollout.chat import Chat
+from hybridrl.workers.rollout.endpoint import server as server_module
 from hybridrl.workers.rollout.endpoint.caller import Caller
 from hybridrl.workers.rollout.endpoint.calls import ApiError, chat_call, parse, text_call
 from hybridrl.workers.rollout.endpoint.server import Server
@@ -86,6 +87,22 @@ def user(text):
 def weather(name="weather"):
     return {"type": "function", "function": {"name": name, "parameters": {
         "type": "object", "properties": {"city": {"type": "string"}, "days": {"type": "integer"}}}}}
+
+
+def test_who_is_refused_waits_and_others_go_on(scripted, monkeypatch):
+    client, _, engine = scripted("hello")
+    monkeypatch.setattr(server_module, "REFUSAL_DELAY_S", 30.0)
+
+    async def ask():
+        async with openai.AsyncOpenAI(base_url=client.base_url, api_key="secret", max_retries=0) as one:
+            refused = asyncio.ensure_future(one.chat.completions.create(model="m", messages=user("hi"), n=2))
+            await asyncio.sleep(0.1)
+            answer = await one.chat.completions.create(model="m", messages=user("hi"))
+            waits = not refused.done()
+            refused.cancel()
+            return waits, answer.choices[0].message.content
+
+    assert asyncio.run(ask()) == (True, "hello")
 
 
 # ---- chat

@@ -21,6 +21,8 @@ from hybridrl.workers.rollout.endpoint.calls import ApiError, chat_call, parse, 
 
 MAX_BODY_BYTES = 16 << 20
 """Longest call, where nothing else is said."""
+REFUSAL_DELAY_S = 0.01
+"""A refusal takes this long: an agent that asks again and again must not take the event loop from the others."""
 
 
 class Server:
@@ -99,6 +101,7 @@ class Server:
                              status=found.status)
         except Exception as found:  # of the engine, which ends the run, or a mistake of ours: no call is left hanging
             error = ApiError(f"{type(found).__name__}: {found}", status=500, kind="server_error")
+        await asyncio.sleep(REFUSAL_DELAY_S)
         return web.json_response(error.body, status=error.status)
 
     def _key(self, request: web.Request) -> str:
