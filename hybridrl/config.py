@@ -1098,7 +1098,7 @@ class EvaluateConfig:
     data: EvalDataConfig = field(default_factory=EvalDataConfig)
     """The problems; may be left out where there are suites."""
     reward: RewardConfig = field(default_factory=RewardConfig)
-    """How responses are scored; not used with an environment."""
+    """How responses are scored; left out with an environment."""
     environment: EnvironmentConfig = field(default_factory=EnvironmentConfig)
     """Play episodes instead of single responses: the environment scores them."""
     suites: list[SuiteConfig] = field(default_factory=list)
@@ -1122,7 +1122,10 @@ class EvaluateConfig:
         ranks, shared = self.cluster.ranks, self.policy.rollout.tensor_parallel
         check(ranks % shared == 0, "cluster.ranks", ranks, f"a multiple of policy.rollout.tensor_parallel={shared}")
         self.reward.check_placement(self.cluster, self.policy.rollout)
-        if not self.environment.enabled:
+        if self.environment.enabled:
+            check(self.reward == RewardConfig(), "reward", self.reward.functions,
+                  "left out with environment.name, which scores (a suite of `suites` takes both)")
+        else:
             self.data.check_prompts()
             check_prompts_of("suites", self.suites)
         check(self.max_prompts >= 0, "max_prompts", self.max_prompts, "at least 0")

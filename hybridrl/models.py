@@ -237,12 +237,17 @@ def vocabulary_of(cfg: ModelConfig) -> int:
 
 
 def check_context(folder: Path, tokens: int, key: str, trust_remote_code: bool = False) -> None:
-    """Raise ConfigError when a model has fewer positions than `tokens`, which `key` asks for."""
+    """Raise ConfigError when a model has fewer positions than `tokens`, which `key` asks for.
+
+    Rotary positions that are scaled may go further than the config's number of them: then nothing is refused.
+    """
     from transformers import AutoConfig
 
     config = AutoConfig.from_pretrained(folder, trust_remote_code=trust_remote_code, local_files_only=True)
-    positions = getattr(config.get_text_config(), "max_position_embeddings", None)
-    if positions is not None and tokens > positions:
+    config = config.get_text_config()
+    positions = getattr(config, "max_position_embeddings", None)
+    rotary = getattr(config, "rope_parameters", None) or {}
+    if positions is not None and tokens > positions and rotary.get("rope_type", "default") == "default":
         raise ConfigError(f"{key} must be at most the {positions} positions of the model, got {tokens}.")
 
 

@@ -38,7 +38,7 @@ class JudgeWorker(Worker):
             raise ConfigError(f"reward.judge.path={cfg.path} has no chat template; reward.judge.chat_template=false "
                               "asks in plain text.")
         self.words = {word.lower(): score for word, score in cfg.words.items()}
-        self.engine = frozen_engine(cfg, cfg.rollout, self.tokenizer, self.device, seed)
+        self.engine = frozen_engine(cfg, cfg.rollout, self.tokenizer, self.device, seed, "reward.judge.rollout")
 
     def peers(self, axis: str) -> int:
         return self.cfg.rollout.tensor_parallel if axis == "rollout" else 1

@@ -45,13 +45,15 @@ class VLLMEngine(RolloutEngine):
         lora, adapted: the adapters that `load_weights` brings, and the names of their layers.
         frozen: take the folder's weights, never others, and never sleep.
         keep_experts: completions carry the experts of a mixture.
+        key: of `cfg` in a recipe's options, for messages.
     Raises:
         ModelError: vLLM does not support the model. ConfigError: nor the options for it.
     """
 
     def __init__(self, model_path: Path, cfg: RolloutConfig, device: torch.device, stop_ids: Sequence[int],
                  trust_remote_code: bool = False, seed: int = 0, lora: LoRAConfig | None = None,
-                 adapted: Sequence[str] = (), frozen: bool = False, keep_experts: bool = False):
+                 adapted: Sequence[str] = (), frozen: bool = False, keep_experts: bool = False,
+                 key: str = "policy.rollout"):
         super().__init__(stop_ids)
         mixture = Mixture.of(AutoConfig.from_pretrained(model_path, trust_remote_code=trust_remote_code,
                                                         local_files_only=True))
@@ -95,10 +97,10 @@ class VLLMEngine(RolloutEngine):
         except (ValueError, ImportError, NotImplementedError) as error:
             _forget_groups()
             if "greater than the derived max_model_len" in str(error):
-                raise ConfigError(f"rollout.max_prompt_tokens + max_response_tokens must be at most the context "
+                raise ConfigError(f"{key}.max_prompt_tokens + max_response_tokens must be at most the context "
                                   f"of the model, got {cfg.context}: {_one_line(error).partition('. ')[0]}.") from error
             raise ModelError(f"vLLM can't run {model_path}: {_one_line(error)} "
-                             "rollout.engine=transformers runs models that vLLM lacks.") from error
+                             f"{key}.engine=transformers runs models that vLLM lacks.") from error
         if shared_memory:
             _unlink_shared_memory(shared_memory)
         self.engine = self.llm.llm_engine
