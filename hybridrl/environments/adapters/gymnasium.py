@@ -1,7 +1,6 @@
 """Gymnasium environments that are played in text: actions are Discrete or Text. Source: Towers et al.,
 arXiv:2407.17032."""
 
-import importlib
 import json
 import re
 from collections.abc import Mapping
@@ -9,6 +8,7 @@ from typing import Any
 
 from hybridrl.environments.environment import Environment, Step, Task
 from hybridrl.errors import ConfigError, extra
+from hybridrl.importing import imported
 
 KEY = "environment.options"
 _COLOURED = re.compile(r"\x1b\[(\d+)(?:;1)?m(.*?)\x1b\[0m", re.DOTALL)
@@ -39,7 +39,7 @@ class Gymnasium(Environment):
                  show: str = "auto", max_steps: int = 0, malformed_reward: float = 0.0):
         self._environment = _made(id, make or {}, show, max_steps)
         self._drawn = self._environment.render_mode == "ansi"
-        self._formatter = _imported(show) if ":" in show else None
+        self._formatter = imported(show, f"{KEY}.show", "formatter") if ":" in show else None
         self._names = _names(self._environment.action_space, actions)
         self._reset_options, self._malformed_reward = reset, malformed_reward
         self._rules = rules.replace("{actions}", self._accepted())
@@ -51,7 +51,7 @@ class Gymnasium(Environment):
                       show: str = "auto", max_steps: int = 0, **_: Any) -> None:
         """Make the environment once. Raises ConfigError for what can't be played."""
         if ":" in show:
-            _imported(show)
+            imported(show, f"{KEY}.show", "formatter")
         environment = _made(id, make or {}, show, max_steps)
         _names(environment.action_space, actions)
         environment.close()
@@ -140,14 +140,6 @@ def _names(space: Any, actions: list | dict[str, Any] | None) -> dict[str, int]:
         raise ConfigError(f"{KEY}.actions must give different names to numbers from {numbers[0]} to {numbers[-1]}, got "
                           f"{actions}.")
     return names
-
-
-def _imported(path: str) -> Any:
-    module, _, function = path.partition(":")
-    try:
-        return getattr(importlib.import_module(module), function)
-    except (ImportError, AttributeError) as error:
-        raise ConfigError(f"{KEY}.show: can't import {path!r}: {error}.") from error
 
 
 def _uncoloured(match: re.Match) -> str:

@@ -6,7 +6,6 @@ github.com/PrimeIntellect-ai/verifiers.
 
 import asyncio
 import contextlib
-import importlib
 import json
 import logging
 import os
@@ -18,6 +17,7 @@ from typing import Any
 from hybridrl.environments.environment import Action, Environment, Message, Step, Task, Trajectory
 from hybridrl.environments.tools.calls import FORMATS, Call, calls_in
 from hybridrl.errors import ConfigError, extra, unknown
+from hybridrl.importing import imported
 
 KEY = "environment.options"
 
@@ -157,13 +157,9 @@ def _maker(id: str) -> Any:
     os.environ.setdefault("VF_LOG_LEVEL", "WARNING")
     with extra("verifiers", "environment.name=verifiers"):
         import verifiers  # noqa: F401
-    module, colon, function = id.partition(":")
-    if not colon:  # as verifiers.load_environment finds it
-        module, function = id.replace("-", "_").split("/")[-1], "load_environment"
-    try:
-        return getattr(importlib.import_module(module), function)
-    except (ImportError, AttributeError, ValueError) as error:
-        raise ConfigError(f"{KEY}.id: there is no verifiers environment {id!r}: {error}.") from error
+    # A name is found as verifiers.load_environment finds it.
+    path = id if ":" in id else id.replace("-", "_").split("/")[-1] + ":load_environment"
+    return imported(path, f"{KEY}.id", "verifiers environment")
 
 
 def _key(message: Message) -> tuple[str, Any]:

@@ -93,7 +93,7 @@ def test_steps_are_limited_and_text_is_made_by_a_function():
     (ECHO | {"actions": ["a"]}, "must be empty where actions are texts"),
     ({"id": "Blackjack-v1", "show": "render"}, "Blackjack-v1 has no drawing in text"),
     ({"id": "Blackjack-v1", "show": "picture"}, "show must be auto, render, observation or"),
-    ({"id": "Blackjack-v1", "show": "json:loud"}, "can't import 'json:loud'"),
+    ({"id": "Blackjack-v1", "show": "json:loud"}, "Unknown formatter in module 'json' 'loud'"),
     ({"id": "Pendulum-v1"}, "actions must be Discrete or Text"), ({}, "needs 'id'")])
 def test_what_can_not_be_played_is_refused(options, message):
     with pytest.raises(ConfigError, match=message):

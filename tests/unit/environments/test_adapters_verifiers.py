@@ -88,8 +88,8 @@ def test_an_environment_is_found_by_name_and_leaves_signals_alone(monkeypatch):
 
 
 @pytest.mark.parametrize(("options", "message"), [
-    ({"id": "no-such-env"}, "no verifiers environment 'no-such-env': No module named 'no_such_env'"),
-    ({"id": f"{HERE}:sngle"}, "has no attribute 'sngle'"),
+    ({"id": "no-such-env"}, "options.id: can't import 'no_such_env' of 'no_such_env:load_env"),
+    ({"id": f"{HERE}:sngle"}, "'sngle'. Did you mean single"),
     ({"id": f"{HERE}:single", "split": "test"}, "split must be train or eval, got 'test'"),
     ({"id": f"{HERE}:single", "format": "hermis"}, "Did you mean hermes"), ({}, "needs 'id'")])
 def test_what_can_not_be_played_is_refused(options, message):
