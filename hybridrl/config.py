@@ -1123,8 +1123,9 @@ class EvaluateConfig:
         check(ranks % shared == 0, "cluster.ranks", ranks, f"a multiple of policy.rollout.tensor_parallel={shared}")
         self.reward.check_placement(self.cluster, self.policy.rollout)
         if self.environment.enabled:
-            check(self.reward == RewardConfig(), "reward", self.reward.functions,
-                  "left out with environment.name, which scores (a suite of `suites` takes both)")
+            given = [function.name for function in self.reward.functions
+                     if function != RewardFunctionConfig()] + list(self.reward.learned)
+            check(not given, "reward", given, "left out with environment.name, which scores (a suite takes both)")
         else:
             self.data.check_prompts()
             check_prompts_of("suites", self.suites)
