@@ -10,12 +10,18 @@ import uuid
 from dataclasses import dataclass, field
 from pathlib import Path
 
+import pytest
+
 from hybridrl.metrics import deterministic, read_metrics
 
 ROOT = Path(__file__).resolve().parents[2]
 TIMEOUT_S = 400
 """Longest run of one command; on an idle machine none takes a tenth of it."""
 MARK = "HYBRIDRL_TEST_MARK"
+NOISE = ("mismatch/", "sync/max_log_prob_gap")
+"""Prefixes of the metrics that measure rounding, which no two layouts and no two orders of requests share."""
+LAYOUT = {"train/balance_ranks", "train/balance_micro_batches", "sync/bytes", "sync/received_bytes"}
+"""Metrics that say how work and weights are spread over ranks."""
 
 
 @dataclass
@@ -98,6 +104,17 @@ class Command:
 def metrics(folder: Path) -> dict[int, dict[str, float]]:
     """Step -> its metrics, those that describe the machine left out."""
     return {int(row["step"]): deterministic(row) for row in read_metrics(folder / "metrics.jsonl")}
+
+
+def assert_same_numbers(found: dict[str, float], expected: dict[str, float], rounding: float = 1e-7) -> None:
+    """Equal names and values; those that describe the `LAYOUT` or measure `NOISE` may differ.
+
+    For runs that batch the same work differently: `rounding` is the absolute error that a value near zero may have.
+    """
+    assert found.keys() == expected.keys()
+    for name in found.keys() - LAYOUT:
+        near = 1e-4 if name.startswith(NOISE) else rounding
+        assert found[name] == pytest.approx(expected[name], rel=1e-4, abs=near), name
 
 
 def samples(folder: Path) -> list[dict]:

@@ -7,14 +7,13 @@ import pytest
 
 from hybridrl.__main__ import main as hybridrl
 from hybridrl.metrics import read_metrics
-from tests.recipes.command import metrics, samples
+from tests.recipes.command import assert_same_numbers, metrics, samples
 
 pytestmark = pytest.mark.slow
 
 REWRITING = ("{% for m in messages %}<{{ m['role'] }}>{% if m['role'] == 'assistant' %}{{ m['content'][:1] }}<eos>"
              "{% else %}{{ m['content'] }}{% endif %}{% endfor %}{% if add_generation_prompt %}<assistant>{% endif %}")
 """Of what the policy said before, it shows the first character alone."""
-NOISE = {"rel": 1e-4, "abs": 1e-6}
 """Rounding: which episodes are decoded together depends on when their environments answer."""
 
 
@@ -85,7 +84,7 @@ def test_evaluation_and_resuming_change_nothing(run, agent, unbroken, tmp_path):
     found = metrics(folder)
     assert found.keys() == expected.keys()
     for step, row in expected.items():
-        assert found[step] == pytest.approx(row, **NOISE), step
+        assert_same_numbers(found[step], row, rounding=1e-6)  # episodes meet in other batches of the engine
     for one, other in zip(samples(folder), samples(unbroken), strict=True):
         assert one["response"] == other["response"] and one["turns"] == other["turns"]
 
