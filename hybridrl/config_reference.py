@@ -132,7 +132,7 @@ def _plain(value: Any) -> str:
 
 _INTRODUCTION = """# Configuration
 
-Made from the classes in `hybridrl/config.py` by `python -m hybridrl.config_reference > docs/configuration.md`.
+Made from the classes in `hybridrl/config` by `python -m hybridrl.config_reference > docs/configuration.md`.
 
 Defaults live in those classes; the YAML files in `recipes/config/` hold differences only. Later ones win:
 class defaults, `recipes/config/<recipe>.yaml`, the chosen groups (`algorithm=...`), the experiment
