@@ -23,6 +23,7 @@ from hybridrl.config import AgentConfig
 from hybridrl.controller.cluster import Cluster
 from hybridrl.controller.evaluation import Evaluation
 from hybridrl.controller.player import Player, episode_metrics
+from hybridrl.controller.reference_group import reference_group
 from hybridrl.controller.reward_groups import reward_groups
 from hybridrl.controller.run import Run
 from hybridrl.controller.suites import Suites
@@ -32,7 +33,6 @@ from hybridrl.metrics import average
 from hybridrl.models import load_tokenizer
 from hybridrl.rewards import Rewarder
 from hybridrl.workers.policy import PolicyWorker
-from hybridrl.workers.trainer import ReferenceWorker
 
 
 @recipe("agent", AgentConfig)
@@ -51,11 +51,7 @@ def main(cfg: AgentConfig) -> None:
         suites.load(cfg.policy, tokenizer, cluster, pool, cfg.seed, data)
         rewards.groups = reward_groups(cfg.reward, cfg.policy, cluster, pool, cfg.seed)
         policy = WorkerGroup(PolicyWorker, pool, cfg.policy, cfg.seed, role="policy")
-        reference = None
-        if algorithm.needs_reference:  # adapters off, a policy is the model it started from
-            reference = policy if cfg.policy.training.lora.rank else WorkerGroup(
-                ReferenceWorker, cluster.pool(cfg.reference.ranks) if cfg.reference.ranks else pool,
-                cfg.policy.model, cfg.policy.training, cfg.policy.rollout.temperature, role="reference")
+        reference = reference_group(cfg, policy, cluster, pool) if algorithm.needs_reference else None
 
         if cfg.trainer.dry_run:
             rows = cfg.trainer.prompts_per_step * cfg.algorithm.responses_per_prompt

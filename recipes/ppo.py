@@ -18,6 +18,7 @@ from hybridrl.command_line import recipe
 from hybridrl.config import PPOConfig
 from hybridrl.controller.cluster import Cluster
 from hybridrl.controller.evaluation import Evaluation, respond
+from hybridrl.controller.reference_group import reference_group
 from hybridrl.controller.reward_groups import reward_groups
 from hybridrl.controller.run import Run
 from hybridrl.controller.suites import Suites
@@ -28,7 +29,6 @@ from hybridrl.models import load_tokenizer
 from hybridrl.rewards import Rewarder
 from hybridrl.workers.critic import CriticWorker
 from hybridrl.workers.policy import PolicyWorker
-from hybridrl.workers.trainer import ReferenceWorker
 
 
 @recipe("ppo", PPOConfig)
@@ -49,11 +49,7 @@ def main(cfg: PPOConfig) -> None:
         rewards.groups = reward_groups(cfg.reward, cfg.policy, cluster, pool, cfg.seed)
         policy = WorkerGroup(PolicyWorker, pool, cfg.policy, cfg.seed, role="policy")
         critic = WorkerGroup(CriticWorker, own, cfg.critic.model, cfg.critic.training, role="critic")
-        reference = None
-        if algorithm.needs_reference:  # adapters off, a policy is the model it started from
-            reference = policy if cfg.policy.training.lora.rank else WorkerGroup(
-                ReferenceWorker, cluster.pool(cfg.reference.ranks) if cfg.reference.ranks else pool,
-                cfg.policy.model, cfg.policy.training, cfg.policy.rollout.temperature, role="reference")
+        reference = reference_group(cfg, policy, cluster, pool) if algorithm.needs_reference else None
         if cfg.trainer.dry_run:
             rows = cfg.trainer.prompts_per_step * cfg.algorithm.responses_per_prompt
             run.say(policy.dry_run(rows, longest, cfg.policy.rollout.max_response_tokens, algorithm.loss)[0])
