@@ -38,6 +38,15 @@ class Failure(Exception):
         self.text, self.harmless, self.when = text, harmless, when
 
 
+def most_threads() -> int | None:
+    """Threads that the user allows a process: the environment variable OMP_NUM_THREADS; None without.
+
+    To be read in the controller: Ray sets the variable in its workers.
+    """
+    first = os.environ.get("OMP_NUM_THREADS", "").partition(",")[0].strip()
+    return int(first) if first.isdecimal() and int(first) else None
+
+
 @dataclass(slots=True)
 class Part:
     """A packed batch or a reference to one, with its row count or a reference to that."""
@@ -67,9 +76,10 @@ class Values:
 
 
 class Host:
-    """Workers of one rank. `local_size` ranks share this machine's cores."""
+    """Workers of one rank. `local_size` ranks share this machine's cores, with at most `most_threads` each."""
 
-    def __init__(self, context: WorkerContext, local_size: int, timeout_s: float, log_file: Path | None = None):
+    def __init__(self, context: WorkerContext, local_size: int, timeout_s: float, log_file: Path | None = None,
+                 most_threads: int | None = None):
         if log_file is not None:
             _send_output_to(log_file)
         self.context, self.timeout_s = context, timeout_s
@@ -81,6 +91,7 @@ class Host:
         os.environ["LOCAL_RANK"] = "0" if context.device.type == "cuda" else str(context.local_rank)
         if context.device.type == "cpu":
             threads = max(1, len(os.sched_getaffinity(0)) // local_size)
+            threads = min(threads, most_threads or threads)
             os.environ["OMP_NUM_THREADS"] = str(threads)
             torch.set_num_threads(threads)
         else:

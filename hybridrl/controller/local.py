@@ -9,7 +9,7 @@ from tensordict import TensorDict
 from hybridrl.batch import concat
 from hybridrl.config import ClusterConfig
 from hybridrl.controller.call import Call, Future, check_rows, is_rows, stopped_error, worker_error
-from hybridrl.controller.host import Failure, Host
+from hybridrl.controller.host import Failure, Host, most_threads
 from hybridrl.dispatch import Axis
 from hybridrl.errors import HybridRLError
 from hybridrl.workers.base import Worker, WorkerContext
@@ -38,7 +38,7 @@ class LocalPool:
         self.roles: set[str] = set()
         self.failure: HybridRLError | None = None
         device = torch.device("cuda", 0) if torch.cuda.is_available() else torch.device("cpu")
-        self._host = Host(WorkerContext(0, 1, device, ""), 1, cfg.call_timeout_s)
+        self._host = Host(WorkerContext(0, 1, device, ""), 1, cfg.call_timeout_s, most_threads=most_threads())
         self._host.join(self._host.listen("127.0.0.1"), cfg.start_timeout_s)
 
     def build(self, role: str, worker_cls: type[Worker], args: tuple, kwargs: dict, axes: list[str]) -> dict[str, Axis]:

@@ -13,7 +13,7 @@ from tensordict import TensorDict
 
 from hybridrl.config import ClusterConfig
 from hybridrl.controller.call import Call, stopped_error, worker_error
-from hybridrl.controller.host import Failure, Host
+from hybridrl.controller.host import Failure, Host, most_threads
 from hybridrl.controller.ray_call import RayFuture, reply_kind, rows_by_cost, split_arguments, task_name, whole_argument
 from hybridrl.controller.wire import pack, unpack_one
 from hybridrl.dispatch import Axis, Dispatch
@@ -30,10 +30,11 @@ class RayHost(Host):
     """A host in an actor: Ray decides its GPU, batches inside other objects travel packed."""
 
     def __init__(self, rank: int, world_size: int, local_rank: int, local_size: int, timeout_s: float,
-                 log_file: Path | None):
+                 log_file: Path | None, most_threads: int | None):
         register_batches()
         device = torch.device("cuda", 0) if ray.get_gpu_ids() else torch.device("cpu")
-        super().__init__(WorkerContext(rank, world_size, device, "", local_rank), local_size, timeout_s, log_file)
+        super().__init__(WorkerContext(rank, world_size, device, "", local_rank), local_size, timeout_s, log_file,
+                         most_threads)
 
     def run(self, arguments: tuple[tuple, dict, str] = ((), {}, "value")) -> Any:
         """Run the method that the task's name says, see `task_name`."""
@@ -83,7 +84,7 @@ class RayPool:
             place = PlacementGroupSchedulingStrategy(self._reserved, placement_group_bundle_index=index)
             actors.append(host_cls.options(scheduling_strategy=place).remote(
                 rank, self.ranks, rank - on_node.index(node), on_node.count(node), self.call_timeout_s,
-                self._logs[rank]))
+                self._logs[rank], most_threads()))
         return actors
 
     def build(self, role: str, worker_cls: type[Worker], args: tuple, kwargs: dict, axes: list[str]) -> dict[str, Axis]:

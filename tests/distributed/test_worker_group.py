@@ -20,6 +20,7 @@ from hybridrl import batch as B
 from hybridrl.config import ClusterConfig
 from hybridrl.controller import Cluster, WorkerGroup
 from hybridrl.controller.cluster import check_ranks
+from hybridrl.controller.host import most_threads
 from hybridrl.errors import BatchError, ConfigError, DeadlineError, HybridRLError, WorkerError
 from tests.distributed.workers import Refusing, Tiny
 
@@ -161,7 +162,8 @@ def test_groups_on_one_pool_share_processes(shared_pool, tiny):
 def test_workers_know_their_place(shared_pool, tiny):
     assert tiny.environment("RANK") == ["0", "1", "2", "3"]
     assert tiny.environment("WORLD_SIZE") == ["4"] * 4
-    assert tiny.environment("OMP_NUM_THREADS") == [str(max(1, len(os.sched_getaffinity(0)) // 4))] * 4
+    cores = len(os.sched_getaffinity(0))
+    assert tiny.environment("OMP_NUM_THREADS") == [str(max(1, min(cores // 4, most_threads() or cores)))] * 4
     assert tiny.environment("VLLM_ENABLE_V1_MULTIPROCESSING") == ["0"] * 4
     assert tiny.environment("HF_HUB_OFFLINE") == ["1"] * 4
     assert len(set(tiny.environment("MASTER_PORT"))) == 1
@@ -489,6 +491,18 @@ def test_local_failures_name_the_same_things(local):
     assert isinstance(caught.value.__cause__, KeyError)
     with pytest.raises(WorkerError, match="stopped by an earlier failure"):
         local.state()
+
+
+def test_local_leaves_this_process_the_threads_that_its_environment_says(monkeypatch):
+    before = torch.get_num_threads()
+    try:
+        for value, expected in (("1", 1), ("1,4", 1), ("", len(os.sched_getaffinity(0)))):
+            monkeypatch.setenv("OMP_NUM_THREADS", value)
+            with Cluster(ClusterConfig(backend="local")) as cluster:
+                cluster.pool()
+            assert torch.get_num_threads() == expected
+    finally:
+        torch.set_num_threads(before)
 
 
 def test_local_runs_one_rank():
