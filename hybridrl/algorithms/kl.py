@@ -126,7 +126,9 @@ def rho_k3(log_probs: Tensor, ref_log_probs: Tensor, mask: Tensor, old_log_probs
 @torch.no_grad()
 def batch_kl(old_log_probs: Tensor, ref_log_probs: Tensor, mask: Tensor) -> float:
     """Mean over non-empty rows of the row's token-mean k1: what `AdaptiveKL.update` takes; 0 without rows."""
-    rows = row_mean(_difference(old_log_probs, ref_log_probs, mask), mask)
+    check_tokens(mask, old_log_probs=old_log_probs, ref_log_probs=ref_log_probs)
+    # Differences of both signs may cancel in a mean: float64 before subtracting.
+    rows = row_mean(log_ratio(old_log_probs.double(), ref_log_probs.double(), mask), mask)
     return float(rows.sum() / mask.any(dim=1).sum().clamp(min=1))
 
 

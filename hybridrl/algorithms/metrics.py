@@ -33,17 +33,18 @@ def policy_metrics(
     """
     optional = given(ref_log_probs=ref_log_probs, entropies=entropies)
     check_tokens(mask, log_probs=log_probs, old_log_probs=old_log_probs, **optional)
-    d = log_ratio(log_probs, old_log_probs, mask)
+    # Differences of both signs may cancel in a mean: float64 before subtracting.
+    d = log_ratio(log_probs.double(), old_log_probs.double(), mask)
     ratio = exp_clamped(d)
     metrics: dict[str, Partial] = {
         "approx_kl_k1": mean_of(-d, mask),
-        "approx_kl_k3": mean_of(torch.expm1(d.double().clamp(-LOG_RATIO_LIMIT, LOG_RATIO_LIMIT)) - d, mask),
+        "approx_kl_k3": mean_of(torch.expm1(d.clamp(-LOG_RATIO_LIMIT, LOG_RATIO_LIMIT)) - d, mask),
         "ratio_mean": mean_of(ratio, mask),
         "ratio_min": min_of(ratio, mask),
         "ratio_max": max_of(ratio, mask),
     }
     if ref_log_probs is not None:
-        k3 = k3_value(log_ratio(log_probs, ref_log_probs, mask))
+        k3 = k3_value(log_ratio(log_probs.double(), ref_log_probs.double(), mask))
         metrics["ref_kl"] = mean_of(k3, mask)
         metrics["ref_kl_capped_frac"] = mean_of((k3 >= K3_CAP).double(), mask)
     if entropies is not None:

@@ -19,7 +19,7 @@ from hybridrl.algorithms.losses import (
     fraction,
     masked_loss,
 )
-from hybridrl.algorithms.masked import LOG_RATIO_LIMIT, count_true, exp_clamped, select
+from hybridrl.algorithms.masked import LOG_RATIO_LIMIT, count_true, exp_clamped, row_mean, select
 from hybridrl.algorithms.partials import Mean
 from hybridrl.algorithms.tables import option
 
@@ -111,13 +111,11 @@ def gmpo(
         check_tokens(mask, correction_weights=correction_weights)
         weights = select(correction_weights.detach(), mask)
         kept = kept & (weights > 0)
-        z = z + torch.where(kept, weights, 1.0).log()
-    count = kept.count_nonzero(dim=1)[:, None].clamp(min=1)
-    mean = select(z, kept).sum(dim=1, keepdim=True, dtype=torch.float64) / count
-    ratio = exp_clamped(mean).to(d.dtype)
-    total = select(tokens.advantages, kept).sum(dim=1, keepdim=True, dtype=torch.float64)
-    row_advantage = (total / count).to(tokens.advantages.dtype)
-    loss = select((-row_advantage * ratio).expand(mask.shape), mask)
+    ratio = exp_clamped(row_mean(z, kept))
+    if correction_weights is not None:
+        ratio = ratio * row_mean(torch.where(kept, weights, 1.0).log(), kept).exp()
+    row_loss = -(row_mean(tokens.advantages, kept) * ratio).to(d.dtype)
+    loss = select(row_loss[:, None].expand(mask.shape), mask)
     metrics = {
         "clipfrac_low": fraction(under, mask),
         "clipfrac_high": fraction(over, mask),

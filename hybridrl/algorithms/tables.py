@@ -10,7 +10,7 @@
     def scaled(rewards, mask, *, scale=ScaledOptions.scale): ...
 
 A parameter of the function that is a field of the options class is an option. Every other parameter is a
-column: a tensor found by that name in the batch, optional if the parameter has a default. Without an
+column: a tensor found by that name in the batch, optional if the parameter has a default or accepts None. Without an
 options class, one is made from the function's annotated keyword-only parameters.
 """
 
@@ -56,10 +56,20 @@ class Entry:
 
     @property
     def columns(self) -> dict[str, bool]:
-        """Names of the columns the function reads; true where required."""
+        """Names of the columns the function reads; true where required: no default, and None is not accepted."""
+        return {p.name: p.default is p.empty and types.NoneType not in typing.get_args(p.annotation)
+                for p in self._parameters}
+
+    @property
+    def _parameters(self) -> list[inspect.Parameter]:
+        """Those of the function that are columns."""
         names = {field.name for field in dataclasses.fields(self.options)}
-        parameters = inspect.signature(self.fn).parameters.values()
-        return {p.name: p.default is p.empty for p in parameters if p.name not in names}
+        return [p for p in inspect.signature(self.fn).parameters.values() if p.name not in names]
+
+    def pick(self, columns: Mapping[str, Any]) -> dict[str, Any]:
+        """Arguments from the columns at hand; None for one that must be given and may be None."""
+        found = {p.name: (columns.get(p.name), p.default is p.empty) for p in self._parameters}
+        return {name: x for name, (x, must) in found.items() if must or x is not None}
 
 
 class Table(Mapping[str, Entry]):
@@ -135,12 +145,11 @@ class Table(Mapping[str, Entry]):
         entry = self[name]
         built = self.options(name, options)
         self._check_columns(columns)
-        wanted = entry.columns
-        for column, required in wanted.items():
+        for column, required in entry.columns.items():
             if required and columns.get(column) is None:
                 raise self._absent(name, column, columns)
-        given = {column: columns[column] for column in wanted if columns.get(column) is not None}
-        return entry.fn(**given, **{f.name: getattr(built, f.name) for f in dataclasses.fields(built)})
+        options = {f.name: getattr(built, f.name) for f in dataclasses.fields(built)}
+        return entry.fn(**entry.pick(columns), **options)
 
     def prepare(self, name: str, options: Any, columns: Mapping[str, Any]) -> dict[str, Any]:
         """Extra columns that `name` computes from the full mini-batch; {} when it needs none.

@@ -110,6 +110,14 @@ def test_batch_kl_is_a_mean_of_row_means():
     assert batch_kl(old, ref, mask) == pytest.approx((2.0 + 1.0) / 2)
 
 
+def test_batch_kl_of_differences_that_cancel():
+    """10.3 - 0.1 rounds in float32, and 10.2 is about as much below: what is left is another mean."""
+    old, ref = torch.tensor([[-0.1, -10.2]]), torch.tensor([[-10.3, 0.0]])
+    expected = float((old.double() - ref.double()).mean())
+    assert float((old - ref).mean()) != pytest.approx(expected, rel=0.1)
+    assert batch_kl(old, ref, torch.ones(1, 2, dtype=torch.bool)) == pytest.approx(expected, rel=1e-9)
+
+
 def test_controllers():
     fixed = FixedKL(0.1)
     assert fixed.update(100.0, 64) == 0.1

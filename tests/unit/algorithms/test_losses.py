@@ -298,6 +298,15 @@ def test_gmpo_keep_and_weights():
     torch.testing.assert_close(got, torch.full((1, 3), -2 * 2 * math.exp(0.2)).double())
 
 
+def test_gmpo_weights_count_beside_a_clamped_ratio():
+    """Log-ratios 30 and 30 clamp to e^20; weights 1/4 and 1 halve it."""
+    columns = {"log_probs": torch.tensor([[-1.0, -2.0]]), "old_log_probs": torch.tensor([[-31.0, -32.0]]),
+               "advantages": -torch.ones(1, 2), "mask": torch.ones(1, 2, dtype=torch.bool),
+               "correction_weights": torch.tensor([[0.25, 1.0]])}
+    got = policy_loss("gmpo", columns).loss
+    torch.testing.assert_close(got, torch.full((1, 2), 0.5 * math.exp(20.0)))
+
+
 def test_decoupled_ppo_makes_its_weight():
     columns = make_columns(8)
     weighted = prepared("decoupled_ppo", {"behaviour_cap": 1.1}, columns)

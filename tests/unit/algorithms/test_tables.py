@@ -154,6 +154,17 @@ def test_missing_columns_are_named():
         compute_advantages("gae", {"mask": columns["mask"], "values": columns["values"]})
 
 
+def test_token_rewards_alone_are_enough():
+    """Group estimators score a row by the sum of its token rewards: 1 and 0 here."""
+    token_rewards = torch.tensor([[0.5, 0.5], [1.0, -1.0]])
+    columns = {"token_rewards": token_rewards, "group_ids": torch.tensor([4, 4]), "mask": torch.ones(2, 2).bool()}
+    assert compute_advantages("dr_grpo", columns).advantages.tolist() == [[0.5, 0.5], [-0.5, -0.5]]
+    assert compute_advantages("max_at_k", columns, {"k": 1}).advantages.tolist() == [[1.0, 1.0], [0.0, 0.0]]
+    del columns["token_rewards"]
+    with pytest.raises(BatchError, match="'rewards'.*or 'token_rewards'"):
+        compute_advantages("dr_grpo", columns)
+
+
 GOOD = make_columns(1)
 
 
