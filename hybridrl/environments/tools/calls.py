@@ -12,7 +12,7 @@ What is meant as a call and is none comes back as BadCall: the model is told wha
 
 import json
 import re
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from typing import Any
 
@@ -142,6 +142,30 @@ def text_before_calls(action: Action, kind: str) -> str:
     text = str(action) if not mark or mark in action else action.raw
     thoughts, end, rest = text.rpartition("</think>")
     return thoughts + end + (rest.partition(mark)[0] if mark else "")
+
+
+def text_so_far(text: str, raw: str, kind: str) -> str:
+    """What of a response that goes on is certain to come before its first call, if it has one.
+
+    Args:
+        text, raw: all of it so far, without and with special tokens.
+    """
+    mark = MARKS[kind]
+    thoughts, end, rest = (raw if mark in raw and mark not in text else text).rpartition("</think>")
+    if not mark:  # a response is a call or text
+        begins = rest.lstrip()
+        rest = "" if not begins or begins[0] == "{" or "<|python_tag|>".startswith(begins[:14]) else rest
+    elif mark in rest:
+        rest = rest.partition(mark)[0]
+    else:
+        rest = without_beginning_of(rest, [mark])
+    return thoughts + end + rest
+
+
+def without_beginning_of(text: str, marks: Sequence[str]) -> str:
+    """A text without what it ends on that may go on to be one of the marks."""
+    longest = max((n for mark in marks for n in range(1, len(mark)) if text.endswith(mark[:n])), default=0)
+    return text[:len(text) - longest]
 
 
 def _from_texts(name: str, pairs: list[tuple[str, str]], schemas: Schemas) -> Call:

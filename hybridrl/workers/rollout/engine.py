@@ -81,6 +81,10 @@ class Completion:
     prompt_scores: PromptScores | None = None
 
 
+Listener = Callable[[Completion], None]
+"""Takes what a request that goes on has come to, in the thread of the engine; it is `aborted` there."""
+
+
 @dataclass(frozen=True, slots=True)
 class Orders:
     """What the first tensor-parallel peer decides before a step, for all peers; `late` says that time has run out."""
@@ -112,6 +116,8 @@ class RolloutEngine(ABC):
         self._inbox: queue.SimpleQueue[tuple[str, Request]] = queue.SimpleQueue()
         self._cancelled: queue.SimpleQueue[str] = queue.SimpleQueue()
         self._futures: dict[str, Future[Completion]] = {}
+        self._listeners: dict[str, tuple[Listener, list[int]]] = {}
+        """With the weight versions of the tokens that they know of."""
         self._running: set[str] = set()
 
     # ---- what subclasses provide
@@ -122,7 +128,7 @@ class RolloutEngine(ABC):
 
     @abstractmethod
     def step(self) -> list[tuple[str, Completion]]:
-        """Advance every running request once; return those that finished."""
+        """Advance every running request once; return those that finished, and call `progressed` for the others."""
 
     @abstractmethod
     def busy(self) -> bool:
@@ -177,14 +183,30 @@ class RolloutEngine(ABC):
 
     # ---- the loop
 
-    def submit(self, request: Request) -> Future[Completion]:
-        """Queue a request; callable from any thread, at any time. Cancelling the future cancels the request."""
+    def submit(self, request: Request, listener: Listener | None = None) -> Future[Completion]:
+        """Queue a request; callable from any thread, at any time. Cancelling the future cancels the request.
+
+        A listener is told of it after each step, until the future has the whole.
+        """
         request_id = str(next(self._ids))
         future: Future[Completion] = Future()
         self._futures[request_id] = future
+        if listener is not None:
+            self._listeners[request_id] = listener, []
         future.add_done_callback(lambda f: self._cancelled.put(request_id) if f.cancelled() else None)
         self._inbox.put((request_id, request))
         return future
+
+    def listened_to(self, request_id: str) -> bool:
+        """Whether anybody is to be told how a request goes on."""
+        return request_id in self._listeners
+
+    def progressed(self, request_id: str, token_ids: Sequence[int], log_probs: Sequence[float]) -> None:
+        """Tell who listens to a request that goes on all that was sampled for it."""
+        if request_id in self._listeners:
+            listener, versions = self._listeners[request_id]
+            versions += [-1 if self.version is None else self.version] * (len(token_ids) - len(versions))
+            listener(Completion(list(token_ids), list(log_probs), list(versions), "aborted"))
 
     def drive(self, futures: Sequence[Future[Any]], deadline_s: float = math.inf) -> None:
         """Run the loop until all of `futures` are done.
@@ -237,10 +259,15 @@ class RolloutEngine(ABC):
             self.cancel(cancelled)
         for request_id in cancelled:
             self._running.discard(request_id)
-            self._futures.pop(request_id, None)
+            self._taken(request_id)
+
+    def _taken(self, request_id: str) -> "Future[Completion] | None":
+        """The future of a request that is over; on a peer there is none: futures live on the first rank."""
+        self._listeners.pop(request_id, None)
+        return self._futures.pop(request_id, None)
 
     def _refuse(self, request_id: str, request: Request) -> None:
-        future = self._futures.pop(request_id, None)
+        future = self._taken(request_id)
         if future is not None:
             with suppress(InvalidStateError):
                 future.set_exception(PhaseError(f"a request asks for weights of version {request.version}, the rollout "
@@ -248,8 +275,8 @@ class RolloutEngine(ABC):
 
     def _finish(self, request_id: str, completion: Completion) -> None:
         self._running.discard(request_id)
-        future = self._futures.pop(request_id, None)
-        if future is not None:  # on a peer there is none: futures live on the first rank
+        future = self._taken(request_id)
+        if future is not None:
             with suppress(InvalidStateError):  # cancelled while it ran
                 future.set_result(completion)
 
@@ -259,6 +286,7 @@ class RolloutEngine(ABC):
         self._running.clear()
         _drained(self._inbox)
         futures, self._futures = self._futures, {}
+        self._listeners.clear()
         for future in futures.values():
             with suppress(InvalidStateError):
                 future.set_exception(error)

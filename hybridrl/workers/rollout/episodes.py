@@ -229,11 +229,12 @@ class EpisodeRunner:
         caller = EpisodeCaller(
             self.engine, self.chat, self.text, self.context, self._pool.call_format, temperature,
             response_tokens=self.rollout.max_response_tokens, turn_tokens=self.turn_tokens,
-            seed_of=partial(self.turn_seed, episode.seed), max_calls=self.cfg.max_turns, holds=holds)
+            seed_of=partial(self.turn_seed, episode.seed), max_calls=self.cfg.max_turns, holds=holds,
+            turn_timeout_s=self.cfg.turn_timeout_s)
         server = await self._served()
         began = time.monotonic()
         try:
-            async with server.admitted(caller) as key:
+            async with caller.watched(), server.admitted(caller) as key:
                 error = await session.run(episode.task, Access(server.url, key, server.model))
         finally:
             episode.waited_s += time.monotonic() - began - caller.waited_s

@@ -156,6 +156,7 @@ class TransformersEngine(RolloutEngine):
                                                             "stop" if stopped else "length", experts, scores)))
             else:
                 keep.append(i)
+                self.progressed(row.request_id, row.token_ids, row.log_probs)
         if finished and keep:
             index = torch.tensor(keep)
             cohort.cache.batch_select_indices(index.to(self.device))

@@ -130,7 +130,8 @@ class VLLMEngine(RolloutEngine):
         params = SamplingParams(
             max_tokens=request.max_tokens, temperature=request.temperature, seed=request.seed, logprobs=0,
             flat_logprobs=True, stop_token_ids=self.stop_ids, detokenize=False,
-            prompt_logprobs=1 if request.score else None, output_kind=RequestOutputKind.FINAL_ONLY)
+            prompt_logprobs=1 if request.score else None,
+            output_kind=RequestOutputKind.CUMULATIVE if self.listened_to(request_id) else RequestOutputKind.FINAL_ONLY)
         self._add(request_id, request.prompt_ids, params)
 
     def _add(self, request_id: str, token_ids: Sequence[int], params: Any) -> None:
@@ -146,7 +147,11 @@ class VLLMEngine(RolloutEngine):
         return finished
 
     def _finished_outputs(self) -> list[Any]:
-        return [output for output in self.engine.step() if output.finished]
+        outputs = self.engine.step()
+        for output in outputs:
+            if not output.finished:
+                self.progressed(output.request_id, output.outputs[0].token_ids, output.outputs[0].logprobs.logprobs)
+        return [output for output in outputs if output.finished]
 
     def _completed(self, output: Any) -> tuple[str, Completion]:
         """The completion of an output that finished in the last step."""

@@ -191,6 +191,29 @@ def do_leave(client, task):
         return 3.0
 
 
+def do_break(client, task):
+    """Close a stream that has said enough, and go on from what it said."""
+    messages, said = [{"role": "user", "content": "hello"}], ""
+    with client.chat.completions.create(model="any", messages=messages, stream=True) as stream:
+        for chunk in stream:
+            said += chunk.choices[0].delta.content or ""
+            if len(said) >= task.data["enough"]:
+                break
+    messages += [{"role": "assistant", "content": said}, {"role": "user", "content": "done?"}]
+    client.chat.completions.create(model="any", messages=messages)
+    return float(len(said))
+
+
+def do_choose(client, task):
+    """Two answers at a time, twice; it goes on from the second."""
+    messages, said = [{"role": "user", "content": "hello"}], 0
+    for _ in range(2):
+        answer = client.chat.completions.create(model="any", messages=messages, n=2)
+        said += sum(len(choice.message.content) for choice in answer.choices)
+        messages += [answer.choices[1].message, {"role": "user", "content": "more"}]
+    return float(said)
+
+
 def do_reuse(client, task):
     """Come back with the key of the episode before."""
     say(client, "hello")

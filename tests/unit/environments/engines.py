@@ -8,6 +8,8 @@ from hybridrl.workers.rollout.engine import Completion, RolloutEngine
 class ScriptedEngine(RolloutEngine):
     """Answers a request after a random number of steps with random tokens, or with `script(prompt_ids, number)`.
 
+    Who listens is told all but the last tokens before the last step.
+
     `served` is [(prompt ids, completion)] of all requests that finished. `before_step` runs before each step.
     """
 
@@ -35,7 +37,11 @@ class ScriptedEngine(RolloutEngine):
         ids = ids if first is None else ids[:first + 1]
         done = Completion(ids, [-rng.random() for _ in ids], [self.version] * len(ids),
                           "stop" if ids[-1] in self.stop_ids else "length")
-        self.running[request_id] = [rng.randint(1, 4), list(request.prompt_ids), done]
+        self.running[request_id] = [self.steps(ids, rng), list(request.prompt_ids), done]
+
+    def steps(self, ids, rng):
+        """How many steps an answer takes."""
+        return rng.randint(1, 4)
 
     def busy(self):
         return bool(self.running)
@@ -59,6 +65,10 @@ class ScriptedEngine(RolloutEngine):
         finished = []
         for request_id, row in list(self.running.items()):
             row[0] -= 1
+            ids = row[2].token_ids
+            told = max(0, len(ids) - row[0])  # the last one in the last step
+            if row[0] and told:
+                self.progressed(request_id, ids[:told], row[2].log_probs[:told])
             if row[0] == 0:
                 del self.running[request_id]
                 self.served.append((row[1], row[2]))

@@ -19,6 +19,7 @@ from hybridrl.workers.rollout.chat import Chat
 from hybridrl.workers.rollout.episodes import EpisodeRunner
 from tests.unit.environments.chats import chat_tokenizer
 from tests.unit.environments.engines import ScriptedEngine
+from tests.unit.environments.test_endpoint import stuck
 from tests.unit.environments.test_episodes import play, sampled_in, scripted
 from tests.unit.environments.test_pool import alive
 
@@ -339,6 +340,55 @@ def test_who_hangs_up_ends_the_request_and_may_ask_again(runner):
     assert collections.Counter(sampled_in(batch)) == served_by(engine)
     engine.generate([])
     assert not engine.running
+
+
+def test_a_stream_that_is_closed_ends_its_response_there(runner):
+    """The engine says three tokens of eight and no more: they are a turn of the row."""
+    tokenizer = chat_tokenizer("bytes")
+    engine = says(tokenizer, "12345678", "yes")
+    ids = [tokenizer.convert_tokens_to_ids(digit) for digit in "12345678"]
+    engine.script = lambda prompt, rng: [*ids, tokenizer.eos_token_id]
+    with stuck(engine, 3):
+        one = runner(engine, tokenizer, reward="exact", limits={"episode_timeout_s": 120.0})
+        asked, add = [], engine.add
+
+        def add_second(request_id, request):
+            asked.append(list(request.prompt_ids))
+            add(request_id, request)
+            if len(asked) == 2:
+                engine.running[request_id][0] = 1
+
+        engine.add = add_second
+        batch = play(one, 1, task=[{"do": "break", "enough": 3}], answer=["x"])
+        engine.add = add
+    [prompt], [response] = rows_of(batch["prompt_ids"]), rows_of(batch["response_ids"])
+    first, second = batch["turns"][0]
+    assert batch["rewards"].tolist() == [3.0] and first["info"] == {"hung_up": True} and second["info"] == {}
+    assert response[first["start"]:first["stop"]].tolist() == ids[:3] and first["action"] == "123"
+    assert asked[1] == prompt.tolist() + response[:second["start"]].tolist()
+    mask = rows_of(batch["response_mask"])[0]
+    assert mask.nonzero().squeeze(1).tolist() == [*range(3), *range(second["start"], second["stop"])]
+    assert not engine.running and episode_metrics(batch)["episodes/info/hung_up"] == 1.0
+
+
+def test_answers_to_one_call_are_rows_of_their_own(runner):
+    tokenizer = chat_tokenizer("bytes")
+    engine = scripted(tokenizer)
+    batch = play(runner(engine, tokenizer), 4, task=doing("choose") * 4)
+    assert set(batch["reward_error"]) == {None} and len(set(batch["trajectory_ids"].tolist())) == 4
+    assert collections.Counter(sampled_in(batch)) == served_by(engine) and len(engine.served) == 16
+    assert num_rows(batch) == 12 and sorted(map(len, batch["turns"])) == [1] * 8 + [2] * 4
+    limited = play(runner(engine, tokenizer, limits={"max_turns": 3}), 1, task=doing("choose"))
+    assert list(limited["finish_reason"]) == ["max_turns"] * 2 and num_rows(limited) == 2
+
+
+def test_an_agent_that_makes_no_call_for_too_long_is_a_timeout(runner):
+    """The time between calls is that of a step; calls themselves may take as long as the engine needs."""
+    tokenizer = chat_tokenizer("bytes")
+    one = runner(scripted(tokenizer), tokenizer, limits={"turn_timeout_s": 5.0})
+    batch = play(one, 2, task=doing("hang", "fine"))
+    assert [str(error) for error in batch["reward_error"]] == [
+        "timeout: run: neither a call nor a result within 5 s", "None"]
 
 
 def test_a_call_in_flight_ends_with_its_episode(runner):

@@ -4,7 +4,9 @@ import asyncio
 import contextlib
 import http.client
 import json
+import random
 import threading
+import time
 from concurrent.futures import Future
 
 import openai
@@ -16,10 +18,12 @@ from hybridrl.workers.rollout.endpoint import server as server_module
 from hybridrl.workers.rollout.endpoint.caller import Caller
 from hybridrl.workers.rollout.endpoint.calls import ApiError, chat_call, parse, text_call
 from hybridrl.workers.rollout.endpoint.server import Server
+from hybridrl.workers.rollout.endpoint.telling import PART, Telling, cut, first_stop
 from hybridrl.workers.rollout.endpoint.threads import begins, same
+from hybridrl.workers.rollout.engine import Completion
 from hybridrl.workers.rollout.transformers_engine import TransformersEngine
 from tests.models import tiny_model
-from tests.unit.environments.chats import chat_tokenizer
+from tests.unit.environments.chats import KINDS, chat_tokenizer
 from tests.unit.environments.engines import ScriptedEngine
 
 CONTEXT = 600
@@ -80,6 +84,23 @@ def scripted(tokenizer):
         yield say
 
 
+def single_bytes(tokenizer, text):
+    """A token for each byte of a text, but for `<tool_call>`."""
+    if "<tool_call>" in text:
+        pieces = text.partition("<tool_call>")
+        return [*single_bytes(tokenizer, pieces[0]), *tokenizer(pieces[1])["input_ids"],
+                *single_bytes(tokenizer, pieces[2])]
+    pieces = tokenizer.backend_tokenizer.pre_tokenizer.pre_tokenize_str(text)
+    return [tokenizer.convert_tokens_to_ids(byte) for piece, _ in pieces for byte in piece]
+
+
+def wait_for(condition):
+    patience = time.monotonic() + 30
+    while not condition():
+        assert time.monotonic() < patience
+        time.sleep(0.01)
+
+
 def user(text):
     return [{"role": "user", "content": text}]
 
@@ -95,7 +116,7 @@ def test_who_is_refused_waits_and_others_go_on(scripted, monkeypatch):
 
     async def ask():
         async with openai.AsyncOpenAI(base_url=client.base_url, api_key="secret", max_retries=0) as one:
-            refused = asyncio.ensure_future(one.chat.completions.create(model="m", messages=user("hi"), n=2))
+            refused = asyncio.ensure_future(one.chat.completions.create(model="m", messages=user("hi"), top_p=0.5))
             await asyncio.sleep(0.1)
             answer = await one.chat.completions.create(model="m", messages=user("hi"))
             waits = not refused.done()
@@ -229,6 +250,110 @@ def test_a_stream_ends_with_done(scripted):
     assert all(event.startswith("data: ") for event in events[:-1])
 
 
+@contextlib.contextmanager
+def stuck(engine, tokens):
+    """Requests go on forever; of each the first tokens are told."""
+    add = engine.add
+
+    def add_stuck(request_id, request):
+        add(request_id, request)
+        engine.running[request_id][0] = 10**9
+
+    def tell():
+        for request_id, (_, _, done) in engine.running.items():
+            engine.progressed(request_id, done.token_ids[:tokens], done.log_probs[:tokens])
+
+    engine.add, engine.before_step = add_stuck, tell
+    try:
+        yield
+    finally:
+        engine.add, engine.before_step = add, lambda: None
+
+
+@pytest.mark.parametrize(("said", "tokens", "options", "text"), [
+    ("123456789", 4, {}, "1234"), ("12é4", 3, {}, "12"), ("1234lo", 5, {"stop": "lo"}, "1234"),
+    ("12<tool_call>{}", 3, {"tools": [weather()]}, "12"), ("12{", 3, {"tools": [weather()]}, "12{")])
+def test_a_stream_comes_while_it_is_sampled_and_ends_with_its_reader(scripted, tokenizer, said, tokens, options, text):
+    """The engine says some tokens of a response that never ends: their text arrives, but for what isn't certain."""
+    client, _, engine = scripted("x")
+    ids = single_bytes(tokenizer, said)
+    engine.script, script = lambda prompt, rng: [*ids, tokenizer.eos_token_id], engine.script
+    try:
+        with stuck(engine, tokens):
+            stream = client.with_options(timeout=30).chat.completions.create(
+                model="m", messages=user("hi"), stream=True, logprobs=True, **options)
+            got, known = "", []
+            for chunk in stream:
+                got += chunk.choices[0].delta.content or ""
+                if chunk.choices[0].logprobs:
+                    known += [token.logprob for token in chunk.choices[0].logprobs.content]
+                if got == text:
+                    break
+            assert len(known) <= tokens and known == next(iter(engine.running.values()))[2].log_probs[:len(known)]
+            stream.close()
+            wait_for(lambda: not engine.running)
+    finally:
+        engine.script = script
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_what_is_told_bit_by_bit_is_the_text(kind):
+    """Random tokens in random portions: what was told always begins the text, and never holds the mark of a call."""
+    tokenizer = chat_tokenizer(kind)
+    chat, rng = Chat(tokenizer, [tokenizer.eos_token_id]), random.Random(kind)
+    some = [token for text in ("<tool_call>", "{<tool", "é漢", "guess <", "stop")
+            for token in tokenizer(text)["input_ids"]]
+    for _ in range(100):
+        ids = rng.choices([*range(len(tokenizer)), *some * 8], k=rng.randint(1, 20))
+        completion = Completion(ids, [-float(i) for i in range(len(ids))], [3] * len(ids), "stop")
+        pieces = []
+        telling = Telling(chat.plain, chat.whole, ["st", "oé"], rng.choice(["hermes", "llama3", None]), pieces.append)
+        told, ended = 0, False
+        while told < len(ids) - 1 and not ended:
+            told = rng.randint(told + 1, len(ids) - 1)
+            ended = telling.hear(cut(completion, told, 0))
+        text = chat.plain(ids[:told]) if ended else chat.plain(ids)
+        if ended:
+            start, _ = first_stop(text, telling.stop)
+            text = text[:start]
+        before, marked, _ = text.partition("<tool_call>" if telling.call_format == "hermes" else "no mark")
+        assert text.startswith(telling.told) or PART in text
+        assert not marked or "</think>" in text or len(telling.told) <= len(before)
+        said = telling.finish(cut(completion, told, 0) if ended else completion, text)
+        assert said == "".join(piece.text for piece in pieces) and (said == text or PART in text)
+        tokens = [token for piece in pieces for token in piece.token_ids]
+        assert tokens == ids[:told] if ended else tokens == ids
+        assert [p for piece in pieces for p in piece.log_probs] == completion.log_probs[:len(tokens)]
+
+
+# ---- several answers
+
+
+def test_several_answers_to_one_prompt(real):
+    client, _, _, _ = real
+    options = dict(model="m", max_tokens=6, seed=3)
+    one = [client.chat.completions.create(messages=user("1+1="), **options | {"seed": 3 + i}) for i in range(3)]
+    answer = client.chat.completions.create(messages=user("1+1="), n=3, **options)
+    assert [choice.index for choice in answer.choices] == [0, 1, 2]
+    assert [choice.message.content for choice in answer.choices] == [o.choices[0].message.content for o in one]
+    assert answer.usage.prompt_tokens == one[0].usage.prompt_tokens
+    assert answer.usage.completion_tokens == sum(o.usage.completion_tokens for o in one)
+    text = client.completions.create(prompt=["1", "2"], n=2, **options)
+    alone = [client.completions.create(prompt=prompt, **options | {"seed": seed})
+             for prompt in ("1", "2") for seed in (3, 4)]
+    assert [c.text for c in text.choices] == [a.choices[0].text for a in alone]
+    assert text.usage.prompt_tokens == alone[0].usage.prompt_tokens + alone[2].usage.prompt_tokens
+    for create, streamed, own in (
+            (client.chat.completions.create, answer, {"messages": user("1+1="), "n": 3}),
+            (client.completions.create, text, {"prompt": ["1", "2"], "n": 2})):
+        said = [""] * len(streamed.choices)
+        for chunk in create(stream=True, stream_options={"include_usage": True}, **options, **own):
+            for choice in chunk.choices:
+                said[choice.index] += (choice.delta.content or "") if hasattr(choice, "delta") else choice.text
+        assert said == [c.message.content if hasattr(c, "message") else c.text for c in streamed.choices]
+        assert chunk.usage == streamed.usage
+
+
 # ---- completions, against a real model
 
 
@@ -317,7 +442,8 @@ def test_bodies_that_are_no_json_object(scripted, body, said):
     ({"messages": [{"role": "assistant", "tool_calls": [{"function": {"name": "f", "arguments": "{"}}]}]},
      "messages[0].tool_calls[0].function.arguments"),
     ({"messages": [{"role": "assistant", "tool_calls": [{"function": {}}]}]}, "messages[0].tool_calls[0]"),
-    ({"n": 2}, "n"), ({"n": True}, "n"), ({"top_p": 0.9}, "top_p"), ({"presence_penalty": 1}, "presence_penalty"),
+    ({"n": 0}, "n"), ({"n": 129}, "n"), ({"n": True}, "n"), ({"top_p": 0.9}, "top_p"),
+    ({"presence_penalty": 1}, "presence_penalty"),
     ({"frequency_penalty": 0.5}, "frequency_penalty"), ({"logit_bias": {"1": 2}}, "logit_bias"),
     ({"top_logprobs": 3}, "top_logprobs"), ({"logprobs": 2}, "logprobs"), ({"tool_choice": "required"}, "tool_choice"),
     ({"tool_choice": {"type": "function", "function": {"name": "f"}}}, "tool_choice"),
@@ -347,7 +473,8 @@ def test_what_is_not_offered_is_named(scripted, changes, param):
     ({"prompt": [-1]}, "prompt"), ({"prompt": [10**6]}, "prompt"), ({"prompt": ""}, "prompt"),
     ({"prompt": [True]}, "prompt"), ({"logprobs": 5}, "logprobs"), ({"max_tokens": 0}, "max_tokens"),
     ({"echo": True, "max_tokens": 5}, "max_tokens"), ({"echo": True}, "max_tokens"), ({"suffix": "x"}, "suffix"),
-    ({"best_of": 3}, "best_of"), ({"prompt": ["a", "b"], "stream": True}, "stream")])
+    ({"best_of": 3}, "best_of"), ({"n": 2, "echo": True, "max_tokens": 0}, "echo"),
+    ({"stream": True, "echo": True, "max_tokens": 0}, "echo")])
 def test_what_is_not_offered_of_text_calls(scripted, changes, param):
     with pytest.raises(openai.BadRequestError) as caught:
         scripted("x")[0].post("/completions", body={"prompt": "hi", **changes}, cast_to=object)

@@ -13,13 +13,19 @@ from hybridrl.environments import Message
 
 MAX_TEXTS = 16
 """Most stop texts of a call."""
+MAX_CHOICES = 128
+"""Most answers to one prompt."""
 NEUTRAL: dict[str, tuple[Any, ...]] = {
-    "n": (1,), "best_of": (1,), "top_p": (1,), "presence_penalty": (0,), "frequency_penalty": (0,),
-    "top_logprobs": (0,), "logit_bias": ({},),
-    "parallel_tool_calls": (True,), "suffix": ("",), "response_format": ({"type": "text"},),
+    "best_of": (1,), "top_p": (1,), "presence_penalty": (0,), "frequency_penalty": (0,),
+    "top_logprobs": (0,), "logit_bias": ({},), "parallel_tool_calls": (True,), "suffix": ("",),
+    "response_format": ({"type": "text"},),
     "modalities": (["text"],), "tool_choice": ("auto", "none"), "functions": ([],), "top_k": (-1, 0), "min_p": (0,),
     "repetition_penalty": (1,)}
 """Parameters that are understood, and the values of them that are accepted."""
+_FORCES = (": what forces tokens on the model samples from another distribution than the policy's, whose log-probs "
+           "training computes")
+REASONS = dict.fromkeys(("tool_choice", "response_format", "top_p", "top_k", "min_p", "logit_bias"), _FORCES)
+"""Why other values are not accepted, where it isn't plain."""
 IGNORED = ("user", "metadata", "store", "safety_identifier", "prompt_cache_key", "service_tier")
 """Parameters without any effect on the answer."""
 ROLES = ("system", "developer", "user", "assistant", "tool")
@@ -44,6 +50,7 @@ class Call:
     """What chat and text calls have in common; None: not said."""
 
     model: str
+    n: int
     max_tokens: int | None
     temperature: float | None
     seed: int | None
@@ -114,8 +121,8 @@ def text_call(given: dict[str, Any]) -> TextCall:
     _refuse_others(rest)
     if echo and (common["max_tokens"] is None or common["max_tokens"] > 1):
         raise _wrong("max_tokens", "0 or 1 with echo", common["max_tokens"])
-    if common["stream"] and (echo or len(prompts) > 1):
-        raise _wrong("stream", "false with echo or several prompts", True)
+    if echo and (common["stream"] or common["n"] > 1):
+        raise _wrong("echo", "false with stream or n", True)
     if common["max_tokens"] is None:
         common["max_tokens"] = 16  # as OpenAI's
     return TextCall(prompts=prompts, echo=echo, log_probs=log_probs is not None, top=log_probs == 1, **common)
@@ -131,7 +138,8 @@ def _common(rest: dict[str, Any], least: int) -> dict[str, Any]:
     options = rest.pop("stream_options", {})
     if not isinstance(options, dict) or set(options) - {"include_usage", "include_obfuscation"}:
         raise _wrong("stream_options", "an object with include_usage", options)
-    return {"model": model, "max_tokens": _integer(rest, "max_tokens", least), "temperature": _temperature(rest),
+    return {"model": model, "n": _integer(rest, "n", 1, MAX_CHOICES) or 1,
+            "max_tokens": _integer(rest, "max_tokens", least), "temperature": _temperature(rest),
             "seed": _integer(rest, "seed", -2**63, most=2**63 - 1), "stop": tuple(stop),
             "stream": _flag(rest, "stream"), "stream_usage": options.get("include_usage") is True}
 
@@ -142,7 +150,7 @@ def _refuse_others(rest: dict[str, Any]) -> None:
             accepted = NEUTRAL[name]
             if not any(value == one and isinstance(value, bool) == isinstance(one, bool) for one in accepted):
                 raise ApiError(f"{name} must be {' or '.join(map(json.dumps, accepted))} here, got "
-                               f"{json.dumps(value)[:80]}.", name, "unsupported_value")
+                               f"{json.dumps(value)[:80]}{REASONS.get(name, '')}.", name, "unsupported_value")
         elif name not in IGNORED:
             raise ApiError(f"The parameter {name[:80]!r} is not offered here.", name[:80], "unsupported_parameter")
 

@@ -9,20 +9,32 @@ import asyncio
 import json
 import secrets
 import time
-from collections.abc import AsyncIterator, Awaitable, Callable, Iterator
+from collections.abc import AsyncIterator, Awaitable, Callable, Coroutine
 from contextlib import asynccontextmanager
+from functools import partial
 from typing import Any
 
 from aiohttp import web
 
-from hybridrl.workers.rollout.endpoint.answers import Decode, chat_answer, chat_events, text_answer, text_events
-from hybridrl.workers.rollout.endpoint.caller import Caller
+from hybridrl.workers.rollout.endpoint.answers import (
+    Answer,
+    ChatEvents,
+    Decode,
+    TextEvents,
+    chat_answer,
+    text_answer,
+)
+from hybridrl.workers.rollout.endpoint.caller import Caller, Say
 from hybridrl.workers.rollout.endpoint.calls import ApiError, chat_call, parse, text_call
+from hybridrl.workers.rollout.endpoint.telling import Piece
 
 MAX_BODY_BYTES = 16 << 20
 """Longest call, where nothing else is said."""
 REFUSAL_DELAY_S = 0.01
 """A refusal takes this long: an agent that asks again and again must not take the event loop from the others."""
+
+END_TIMEOUT_S = 1.0
+"""Longest wait for calls that are cancelled."""
 
 
 class Server:
@@ -38,7 +50,7 @@ class Server:
         self.model, self.url, self.max_body_bytes = model, "", max_body_bytes
         self._decode, self._created = decode, int(time.time())
         self._callers: dict[str, Caller] = {}
-        self._tasks: dict[str, set[asyncio.Task]] = {}
+        self._tasks: dict[str, dict[asyncio.Task, web.Request]] = {}
         self._runner: web.AppRunner | None = None
 
     async def start(self, host: str, port: int) -> None:
@@ -49,7 +61,7 @@ class Server:
         app.router.add_get("/v1/models", self._models)
         app.router.add_get("/v1/models/{model:.+}", self._models)
         self._runner = web.AppRunner(app, access_log=None, handler_cancellation=True, handle_signals=False,
-                                     shutdown_timeout=1.0)
+                                     shutdown_timeout=END_TIMEOUT_S)
         await self._runner.setup()
         site = web.TCPSite(self._runner, host, port)
         await site.start()
@@ -59,7 +71,7 @@ class Server:
     async def admitted(self, caller: Caller, key: str = "") -> AsyncIterator[str]:
         """A key that is good meanwhile, a new secret one unless it is given; its calls end with it."""
         key = key or secrets.token_urlsafe(24)
-        self._callers[key], self._tasks[key] = caller, set()
+        self._callers[key], self._tasks[key] = caller, {}
         try:
             yield key
         finally:
@@ -68,7 +80,7 @@ class Server:
             for task in tasks:
                 task.cancel()
             if tasks:
-                await asyncio.wait(tasks, timeout=1.0)
+                await asyncio.wait(tasks, timeout=END_TIMEOUT_S)
 
     async def close(self) -> None:
         """Stop listening."""
@@ -86,21 +98,22 @@ class Server:
             caller = self._callers[key]
             task = asyncio.current_task()
             assert task is not None, "handlers run in tasks"
-            self._tasks[key].add(task)
+            left = [other for other, call in self._tasks[key].items() if _hung_up(call)]
+            self._tasks[key][task] = request
             try:
+                if left:  # this call may go on from what they were told
+                    await asyncio.wait(left, timeout=END_TIMEOUT_S)
                 return await handler(request)
             finally:
                 if key in self._tasks:
-                    self._tasks[key].discard(task)
-        except ApiError as refused:
-            error = refused
+                    self._tasks[key].pop(task, None)
         except web.HTTPRequestEntityTooLarge:
             error = caller.too_large(self.max_body_bytes)
         except web.HTTPException as found:
             error = ApiError(f"{request.method} {request.path} is not offered here: {found.reason}.",
                              status=found.status)
-        except Exception as found:  # of the engine, which ends the run, or a mistake of ours: no call is left hanging
-            error = ApiError(f"{type(found).__name__}: {found}", status=500, kind="server_error")
+        except Exception as found:
+            error = _as_refusal(found)
         await asyncio.sleep(REFUSAL_DELAY_S)
         return web.json_response(error.body, status=error.status)
 
@@ -111,20 +124,18 @@ class Server:
         return key
 
     async def _chat(self, request: web.Request) -> web.StreamResponse:
-        call = chat_call(parse(await request.read()))
-        answer = await self._callers[self._key(request)].answer_chat(call)
-        shaped: Any = (call, answer, self._decode, f"chatcmpl-{secrets.token_hex(12)}")
+        call, caller = chat_call(parse(await request.read())), self._callers[self._key(request)]
+        chat_id = f"chatcmpl-{secrets.token_hex(12)}"
         if call.stream:
-            return await _streamed(request, chat_events(*shaped))
-        return web.json_response(chat_answer(*shaped))
+            return await _streamed(request, ChatEvents(call, self._decode, chat_id), partial(caller.answer_chat, call))
+        return web.json_response(chat_answer(call, await caller.answer_chat(call), self._decode, chat_id))
 
     async def _text(self, request: web.Request) -> web.StreamResponse:
-        call = text_call(parse(await request.read()))
-        answers = await self._callers[self._key(request)].answer_text(call)
-        shaped: Any = (call, answers, self._decode, f"cmpl-{secrets.token_hex(12)}")
+        call, caller = text_call(parse(await request.read())), self._callers[self._key(request)]
+        text_id = f"cmpl-{secrets.token_hex(12)}"
         if call.stream:
-            return await _streamed(request, text_events(*shaped))
-        return web.json_response(text_answer(*shaped))
+            return await _streamed(request, TextEvents(call, self._decode, text_id), partial(caller.answer_text, call))
+        return web.json_response(text_answer(call, await caller.answer_text(call), self._decode, text_id))
 
     async def _models(self, request: web.Request) -> web.Response:
         model = {"id": self.model, "object": "model", "created": self._created, "owned_by": "hybridrl"}
@@ -136,12 +147,50 @@ class Server:
         return web.json_response(model)
 
 
-async def _streamed(request: web.Request, events: Iterator[dict[str, Any]]) -> web.StreamResponse:
-    """Server-sent events, all at once: the response is whole by then."""
+def _hung_up(request: web.Request) -> bool:
+    return request.transport is None or request.transport.is_closing()
+
+
+def _as_refusal(error: BaseException) -> ApiError:
+    """Also of what the engine raises, which ends the run, and of a mistake of ours: no call is left hanging."""
+    if isinstance(error, ApiError):
+        return error
+    return ApiError(f"{type(error).__name__}: {error}", status=500, kind="server_error")
+
+
+async def _streamed(request: web.Request, events: ChatEvents | TextEvents,
+                    answer: Callable[[Say], Coroutine[Any, Any, list[Answer]]]) -> web.StreamResponse:
+    """Server-sent events while an answer is sampled, which ends when its caller hangs up.
+
+    What goes wrong before the first of them is raised, and has a status of its own; later it is an event.
+    """
+    pieces: asyncio.Queue[Piece | None] = asyncio.Queue()
+    answering = asyncio.ensure_future(answer(pieces.put_nowait))
+    answering.add_done_callback(lambda _: pieces.put_nowait(None))
     response = web.StreamResponse(headers={"Content-Type": "text/event-stream", "Cache-Control": "no-cache"})
-    await response.prepare(request)
-    for event in events:
-        await response.write(f"data: {json.dumps(event)}\n\n".encode())
-    await response.write(b"data: [DONE]\n\n")
-    await response.write_eof()
+    try:
+        piece = await pieces.get()
+        if piece is None:
+            answering.result()
+        await response.prepare(request)
+        await _send(response, *events.opening())
+        while piece is not None:
+            await _send(response, events.piece(piece))
+            piece = await pieces.get()
+        error = answering.exception()
+        if error is None:
+            await _send(response, *events.closing(answering.result()))
+        else:
+            await _send(response, _as_refusal(error).body)
+        await response.write(b"data: [DONE]\n\n")
+        await response.write_eof()
+    except ConnectionError:  # the caller hung up
+        pass
+    finally:
+        answering.cancel()
+        await asyncio.gather(answering, return_exceptions=True)
     return response
+
+
+async def _send(response: web.StreamResponse, *events: dict[str, Any]) -> None:
+    await response.write(b"".join(f"data: {json.dumps(event)}\n\n".encode() for event in events))
