@@ -27,7 +27,7 @@ class EnvironmentConfig:
     max_running_episodes: int = 256
     """Episodes that one engine plays at a time, at most; fewer run while they would not fit its key-value cache."""
     turn_timeout_s: float = 60.0
-    """Longest call of one method of the environment, in seconds."""
+    """Longest call of one method of the environment, or time of an agent between two calls, in seconds."""
     episode_timeout_s: float = 600.0
     """Longest episode, in seconds."""
     min_success_frac: float = 0.5

@@ -213,11 +213,16 @@ class ProbeWorker(PolicyWorker):
 
     @to_all
     def generate_across_a_sync(self, batch: TensorDict, tokens: int, before: int) -> Any:
-        """Sample; after `before` engine steps change all weights and sync; return (ids, log-probs, versions) by row."""
+        """Sample; after `before` engine steps change all weights and sync.
+
+        Returns (ids, log-probs, versions) by row, and what a listener to the first of them was told from step to step.
+        """
         self._enter(Phase.ROLLOUT)
         requests = [Request(ids.tolist(), tokens, 1.0, seed)
                     for ids, seed in zip(rows_of(batch["prompt_ids"]), batch["seeds"].tolist(), strict=True)]
-        futures = [self.rollout.submit(request) for request in requests] if self.rollout.leads else []
+        told: list[Any] = []
+        listeners = [told.append] + [None] * (len(requests) - 1)
+        futures = list(map(self.rollout.submit, requests, listeners)) if self.rollout.leads else []
         steps, step = 0, self.rollout.step
 
         def counted():
@@ -236,7 +241,8 @@ class ProbeWorker(PolicyWorker):
             self.rollout.drive(futures)
         finally:
             self.rollout.step = step
-        return [(c.token_ids, c.log_probs, c.versions) for c in (future.result() for future in futures)]
+        return tuple([(c.token_ids, c.log_probs, c.versions) for c in some]
+                     for some in ([future.result() for future in futures], told))
 
     @to_all
     def offered_later(self, first: list[int], second: list[int]) -> Any:

@@ -270,7 +270,9 @@ def test_weights_may_change_while_sampling(policies, layout):
     policy = policies(layout)
     policy.sync_weights()
     batch = prompts(3, seed=7)
-    sampled = policy.generate_across_a_sync(batch, tokens=12, before=5)[0]
+    sampled, told = policy.generate_across_a_sync(batch, tokens=12, before=5)[0]
+    whole = sampled[0]
+    assert told == [tuple(column[:n] for column in whole) for n in range(1, len(whole[0]))]
     ids, log_probs, versions = zip(*sampled, strict=True)
     assert all(sorted(row) == list(row) and len(set(row)) == 2 for row in versions if len(row) > 5)
     assert any(len(row) > 5 for row in versions)

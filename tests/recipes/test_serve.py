@@ -54,6 +54,14 @@ def test_a_served_model_answers_and_scores_as_itself(start, model):
     expected = log_probs(prompt + ids, temperature=0.5)[len(prompt) - 1:]
     for t, token in enumerate(ids):
         assert sampled.choices[0].logprobs.content[t].logprob == pytest.approx(float(expected[t, token]), abs=1e-4)
+    options = dict(model="tiny", messages=messages, max_tokens=20, logprobs=True, seed=5)
+    whole, chunks = client.chat.completions.create(**options).choices[0], []
+    with client.chat.completions.create(**options, stream=True) as stream:
+        chunks = [chunk.choices[0] for chunk in stream]
+    assert "".join(chunk.delta.content or "" for chunk in chunks) == whole.message.content and len(chunks) > 4
+    streamed = [token for chunk in chunks if chunk.logprobs for token in chunk.logprobs.content]
+    assert [token.token for token in streamed] == [token.token for token in whole.logprobs.content]
+    assert [t.logprob for t in streamed] == pytest.approx([t.logprob for t in whole.logprobs.content], abs=1e-4)
     command.process.send_signal(signal.SIGINT)
     assert command.wait(60) == 130 and command.left() == []
 

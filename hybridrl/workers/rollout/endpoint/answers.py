@@ -81,7 +81,7 @@ class ChatEvents:
     def piece(self, piece: Piece) -> dict[str, Any]:
         """Some more of a choice."""
         log_probs = _chat_log_probs(piece.token_ids, piece.log_probs, self._decode) if self._call.log_probs else None
-        return self._event([piece.version], piece.index, {"content": piece.text}, log_probs)
+        return self._event([piece.version], piece.choice, {"content": piece.text}, log_probs)
 
     def closing(self, answers: Sequence[Answer]) -> Iterator[dict[str, Any]]:
         """What is known at the end only."""
@@ -114,9 +114,9 @@ class TextEvents:
         """Some more of a choice."""
         log_probs = None
         if self._call.log_probs:
-            log_probs = _token_log_probs(piece.token_ids, piece.log_probs, self._decode, self._told[piece.index])
-            self._told[piece.index] += sum(map(len, log_probs["tokens"]))
-        return self._event([piece.version], piece.index, piece.text, log_probs)
+            log_probs = _token_log_probs(piece.token_ids, piece.log_probs, self._decode, self._told[piece.choice])
+            self._told[piece.choice] += sum(map(len, log_probs["tokens"]))
+        return self._event([piece.version], piece.choice, piece.text, log_probs)
 
     def closing(self, answers: Sequence[Answer]) -> Iterator[dict[str, Any]]:
         """What is known at the end only."""

@@ -23,7 +23,7 @@ PART = "\ufffd"
 class Piece(NamedTuple):
     """Some more of the text of one choice, and the tokens since the piece before."""
 
-    index: int
+    choice: int
     text: str
     token_ids: Sequence[int]
     log_probs: Sequence[float]
