@@ -178,6 +178,12 @@ def lengths(column: Tensor) -> Tensor:
     return column.offsets().diff()
 
 
+def ranges(starts: Tensor, sizes: Tensor) -> Tensor:
+    """[sum(sizes)] int64: sizes[0] numbers from starts[0] on, then sizes[1] from starts[1] on, and so on."""
+    before = sizes.cumsum(0) - sizes
+    return torch.arange(int(sizes.sum())) + (starts - before).repeat_interleave(sizes)
+
+
 def fed_lengths(batch: TensorDict) -> list[int]:
     """Tokens that each row feeds to the model.
 
@@ -254,9 +260,7 @@ def _select_column(batch: TensorDict, name: str, index: Tensor) -> Any:
     if not stored.is_nested:
         return stored[index]
     sizes = lengths(stored)[index]
-    starts = stored.offsets()[:-1][index]
-    within = torch.arange(int(sizes.sum())) - (sizes.cumsum(0) - sizes).repeat_interleave(sizes)
-    return from_lengths(stored.values()[starts.repeat_interleave(sizes) + within], sizes)
+    return from_lengths(stored.values()[ranges(stored.offsets()[:-1][index], sizes)], sizes)
 
 
 def repeat(batch: TensorDict, times: int) -> TensorDict:

@@ -7,8 +7,8 @@
 Both sides have the same model, prompts, responses per prompt, response lengths and threads, float32, AdamW, no
 reference, one optimizer step per batch. They take turns, one step each, after two steps that don't count; figures are
 medians. TRL generates with transformers (which on CPU is faster than its vLLM mode), pads, makes no separate log-prob
-pass, and runs without activation checkpointing. Ours generates with `engine`, packs, takes the old log-probs from the
-update's own forward pass, and syncs weights after the update.
+pass, and runs without activation checkpointing. Ours generates with `engine`, packs, feeds a prompt of several
+responses once, takes the old log-probs from the update's own forward pass, and syncs weights after the update.
 
 `stages` pairs seconds by stage: `generate`, and `rest` (everything else in the step, our weight sync included).
 `of_floor` is the seconds that the model's matrix products take at the rate of bare products of the same shapes,
@@ -57,12 +57,12 @@ class Side:
 
 
 def floor_seconds(workload: Workload) -> dict[str, float]:
-    """Seconds of the bare matrix products: of generation, and of one forward and backward pass over all rows."""
+    """Seconds of the bare matrix products: of generation, and of one forward and backward pass; prompts count once."""
     model = AutoModelForCausalLM.from_pretrained(workload.folder, dtype="float32")
     prompts, responses = workload.prompt_lengths, workload.response_lengths
     alive = [sum(n > t for n in responses) for t in range(1, max(responses))]
     decode = matrix_rate.linear_shapes(model, [sum(prompts), *alive], [len(responses), *alive])
-    fed = workload.responses_per_prompt * sum(prompts) + sum(responses) - len(responses)
+    fed = sum(prompts) + sum(responses) - len(responses)  # all responses to a prompt are in one micro-batch
     update = matrix_rate.linear_shapes(model, [fed], [sum(responses)])
     return {"generate": matrix_rate.seconds(decode, backward=False),
             "rest": matrix_rate.seconds(update, backward=True)}

@@ -96,5 +96,5 @@ def _argument(value: Any, rows: bool) -> Any:
         return concat([_argument(item, rows) for item in value])
     if isinstance(value, Future):
         value = value.result()
-    # A shallow copy: columns that the worker adds stay its own.
-    return value.copy() if isinstance(value, TensorDict) else value
+    # All of its columns, in a batch of its own: those that the worker adds don't come to the caller's.
+    return value.select(*value.keys()) if isinstance(value, TensorDict) else value

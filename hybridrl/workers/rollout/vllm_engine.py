@@ -129,7 +129,7 @@ class VLLMEngine(RolloutEngine):
 
         params = SamplingParams(
             max_tokens=request.max_tokens, temperature=request.temperature, seed=request.seed, logprobs=0,
-            flat_logprobs=True, stop_token_ids=self.stop_ids, detokenize=False,
+            flat_logprobs=True, stop_token_ids=self.stop_ids, detokenize=False, skip_clone=True,
             prompt_logprobs=1 if request.score else None,
             output_kind=RequestOutputKind.CUMULATIVE if self.listened_to(request_id) else RequestOutputKind.FINAL_ONLY)
         self._add(request_id, request.prompt_ids, params)

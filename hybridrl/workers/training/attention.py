@@ -73,6 +73,18 @@ class Group:
     slots: Tensor | None
 
 
+@dataclass(frozen=True, slots=True)
+class Shared:
+    """What sequences have in common, and the model computes once.
+
+    `places` [tokens of all sequences] says where each lies among those that are fed, `firsts` [tokens fed] where each
+    of those lies first in the sequences.
+    """
+
+    places: Tensor
+    firsts: Tensor
+
+
 class Pack:
     """Where the sequences of a packed row lie, and what each kernel needs to know of them, made when it asks.
 
@@ -81,14 +93,16 @@ class Pack:
     """
 
     def __init__(self, lengths: list[int], device: torch.device, kernel: str = "sdpa",
-                 context: "ContextParallel | None" = None):
+                 context: "ContextParallel | None" = None, shared: Shared | None = None):
         """Sequences of these lengths, end to end, over the whole row.
 
         Args:
             kernel: name in KERNELS.
             context: the ranks that the row's tokens are split over.
+            shared: which tokens of the sequences the row has once for several; not with a context.
         """
         self.lengths, self.device, self.kernel, self.context = lengths, device, kernel, context
+        self.shared = None if shared is None else Shared(shared.places.to(device), shared.firsts.to(device))
         self.masks: dict[int | None, BlockMask] = {}
         """By sliding window."""
 
@@ -159,10 +173,15 @@ def packed_attention(module: nn.Module, query: Tensor, key: Tensor, value: Tenso
             raise ModelError(f"{type(module).__name__} uses {name} in attention, which training does not support.")
     if kwargs.get("is_causal") is False:
         raise ModelError(f"{type(module).__name__} is not causal; training supports causal models.")
-    if pack.context is None:
-        return KERNELS[pack.kernel](query, key, value, pack, scaling, sliding_window), None
-    query, key, value = pack.context.by_heads(query, key, value)
-    return pack.context.by_tokens(KERNELS[pack.kernel](query, key, value, pack, scaling, sliding_window)), None
+    attend = KERNELS[pack.kernel]
+    if pack.context is not None:
+        query, key, value = pack.context.by_heads(query, key, value)
+        return pack.context.by_tokens(attend(query, key, value, pack, scaling, sliding_window)), None
+    if pack.shared is not None:
+        query, key, value = (x.transpose(1, 2).index_select(1, pack.shared.places).transpose(1, 2)
+                             for x in (query, key, value))
+        return attend(query, key, value, pack, scaling, sliding_window).index_select(1, pack.shared.firsts), None
+    return attend(query, key, value, pack, scaling, sliding_window), None
 
 
 def _flash(query: Tensor, key: Tensor, value: Tensor, pack: Pack, scaling: float | None,

@@ -95,11 +95,15 @@ def _sum_of_all(log_probs: Tensor, columns: dict[str, Tensor], entropies: Tensor
 
 
 def _longest_rows(tokens: int, prompt_tokens: int, response_tokens: int, candidates: int = 0) -> TensorDict:
-    """Rows of the longest kind that feed `tokens` in all; the last one may be shorter."""
+    """Rows of the longest kind that feed `tokens` in all; the last one may be shorter.
+
+    No two have the same prompt, whose tokens would then be fed once: their numbers in binary are their prompts.
+    """
     longest = prompt_tokens + response_tokens - 1
     fed = [longest] * (tokens // longest) + ([tokens % longest] if tokens % longest else [])
     responses = [min(response_tokens, n) for n in fed]
-    batch = make_batch(prompt_ids=[[0] * (n + 1 - r) for n, r in zip(fed, responses, strict=True)],
+    batch = make_batch(prompt_ids=[[row >> bit & 1 for bit in range(n + 1 - r)]
+                                   for row, (n, r) in enumerate(zip(fed, responses, strict=True))],
                        response_ids=[[0] * r for r in responses])
     if candidates:
         batch.set(CANDIDATES, from_lengths(torch.zeros(sum(responses), candidates, dtype=torch.int64),

@@ -184,7 +184,7 @@ class TrainingEngine(ShardedModel):
         budget = self.cfg.micro_batch_tokens * self.cfg.context_parallel
         count = torch.tensor(len(cut(sizes, costs, budget)), device=self.device)
         dist.all_reduce(count, op=dist.ReduceOp.MAX)
-        return list(micro_batches(batch, cut(sizes, costs, budget, int(count)), self.device, self.kernel))
+        return list(micro_batches(batch, cut(sizes, costs, budget, int(count)), self.device, self.kernel, self.shares))
 
     def _reduce_gradients(self, now: bool) -> None:
         """Let the next backward pass add gradients up over ranks, or leave them whole on this rank until one does."""

@@ -1,7 +1,8 @@
 """Micro-batches: which rows go together, and how their tokens lie in one packed row.
 
 A row feeds its prompt and its response but for the last token, which nothing predicts from. Rows without a
-response cost nothing and stay in the batch.
+response cost nothing and stay in the batch. What a prompt's tokens are computed to does not depend on the response:
+rows that have it in common can have it fed once, and are attended to as if each had its own.
 """
 
 from collections.abc import Iterator
@@ -11,15 +12,15 @@ import torch
 from tensordict import TensorDict
 from torch import Tensor
 
-from hybridrl.batch import FIELDS, fed_lengths, lengths
+from hybridrl.batch import FIELDS, fed_lengths, lengths, ranges
 from hybridrl.dispatch import balanced
 from hybridrl.errors import BatchError
-from hybridrl.workers.training.attention import Pack
+from hybridrl.workers.training.attention import Pack, Shared
 
 
 @dataclass(frozen=True, slots=True)
 class MicroBatch:
-    """One forward pass: T fed tokens of b rows with N response tokens in all, the longest R.
+    """One forward pass: T fed tokens for b rows with N response tokens in all, the longest R.
 
     A micro-batch without rows feeds one token and has no targets; it only takes part in collectives.
     """
@@ -78,54 +79,66 @@ def _first_fit(sizes: list[int], budget: int) -> list[list[int]]:
     return bins
 
 
-def micro_batches(batch: TensorDict, bins: list[list[int]], device: torch.device,
-                  kernel: str = "sdpa") -> Iterator[MicroBatch]:
-    """One micro-batch a bin, in order, for a kernel of attention; an empty bin gives one without rows."""
+def micro_batches(batch: TensorDict, bins: list[list[int]], device: torch.device, kernel: str = "sdpa",
+                  share: bool = False) -> Iterator[MicroBatch]:
+    """One micro-batch a bin, in order, for a kernel of attention; an empty bin gives one without rows.
+
+    With `share` a prompt that several rows of a micro-batch begin with is fed once, for all of them.
+    """
     prompts, responses = batch["prompt_ids"], batch["response_ids"]
     experts = batch["routed_experts"] if "routed_experts" in batch.keys() else None
     if experts is not None and (found := lengths(experts).tolist()) != fed_lengths(batch):
         raise BatchError(f"routed_experts has rows of {found} tokens, those that are fed have {fed_lengths(batch)}.")
     for rows in bins:
-        yield _micro_batch(prompts, responses, rows, device, kernel, experts)
+        yield _micro_batch(prompts, responses, rows, device, kernel, share, experts)
 
 
 def of_fed_tokens(column: Tensor, rows: list[int]) -> Tensor:
     """[T]: where the fed tokens of some rows lie in a ragged column of fed tokens."""
-    offsets = column.offsets().tolist()
-    return _cat([torch.arange(offsets[row], offsets[row + 1]) for row in rows])
+    index = torch.tensor(rows, dtype=torch.int64)
+    return ranges(column.offsets()[index], lengths(column)[index])
 
 
 def _micro_batch(prompts: Tensor, responses: Tensor, rows: list[int], device: torch.device,
-                 kernel: str, experts: Tensor | None) -> MicroBatch:
-    prompt_offsets, response_offsets = prompts.offsets().tolist(), responses.offsets().tolist()
-    width = max((response_offsets[row + 1] - response_offsets[row] for row in rows), default=0)
-    inputs, positions, predictors, sources, cells, sizes = [], [], [], [], [], []
-    fed = 0
-    for i, row in enumerate(rows):
-        first, last = response_offsets[row], response_offsets[row + 1]
-        if first == last:
-            continue
-        prompt = prompts.values()[prompt_offsets[row]:prompt_offsets[row + 1]]
-        size = len(prompt) + last - first - 1
-        inputs += [prompt, responses.values()[first:last - 1]]
-        positions.append(torch.arange(size))
-        predictors.append(torch.arange(fed + len(prompt) - 1, fed + size))
-        sources.append(torch.arange(first, last))
-        cells.append(torch.arange(i * width, i * width + last - first))
-        sizes.append(size)
-        fed += size
-    if not sizes:
-        inputs, positions, sizes = [torch.zeros(1, dtype=torch.int64)], [torch.zeros(1, dtype=torch.int64)], [1]
-    source = _cat(sources)
+                 kernel: str, share: bool, experts: Tensor | None) -> MicroBatch:
+    index = torch.tensor(rows, dtype=torch.int64)
+    sizes = lengths(responses)[index]
+    width = int(sizes.max()) if rows else 0
+    live = sizes.nonzero()[:, 0]  # rows without a response feed nothing
+    index, num_targets, cells = index[live], sizes[live], ranges(live * width, sizes[live])
+    num_prompt, source = lengths(prompts)[index], ranges(responses.offsets()[index], num_targets)
+    fed = num_prompt + num_targets - 1
+    starts = fed.cumsum(0) - fed
+    predictors, positions = ranges(starts + num_prompt - 1, num_targets), ranges(torch.zeros_like(fed), fed)
+    in_prompt = positions < num_prompt.repeat_interleave(fed)
+    input_ids = torch.empty_like(positions)
+    input_ids[in_prompt] = prompts.values()[ranges(prompts.offsets()[index], num_prompt)]
+    input_ids[~in_prompt] = responses.values()[ranges(responses.offsets()[index], num_targets - 1)]
+    shared = _shared_prompts(prompts, index, starts, in_prompt) if share else None
+    if shared is not None:
+        input_ids, positions, predictors = input_ids[shared.firsts], positions[shared.firsts], shared.places[predictors]
+    if not len(live):
+        fed, input_ids, positions = (torch.tensor([number]) for number in (1, 0, 0))
     return MicroBatch(
-        rows=rows, input_ids=torch.cat(inputs)[None].to(device), position_ids=torch.cat(positions)[None].to(device),
-        predictors=_cat(predictors).to(device), targets=responses.values()[source].to(device), sources=source,
-        cells=_cat(cells).to(device), width=width, pack=Pack(sizes, device, kernel),
+        rows=rows, input_ids=input_ids[None].to(device), position_ids=positions[None].to(device),
+        predictors=predictors.to(device), targets=responses.values()[source].to(device), sources=source,
+        cells=cells.to(device), width=width, pack=Pack(fed.tolist(), device, kernel, shared=shared),
         experts=experts.values()[of_fed_tokens(experts, rows)] if experts is not None and len(source) else None)
 
 
-def _cat(parts: list[Tensor]) -> Tensor:
-    return torch.cat(parts) if parts else torch.zeros(0, dtype=torch.int64)
+def _shared_prompts(prompts: Tensor, index: Tensor, starts: Tensor, in_prompt: Tensor) -> Shared | None:
+    """Which fed tokens the rows `index` have in common, when each begins at `starts`; None when none are."""
+    values, offsets = prompts.values().numpy(), prompts.offsets().tolist()
+    leaders: dict[bytes, int] = {}
+    leader = [leaders.setdefault(values[offsets[row]:offsets[row + 1]].tobytes(), i)
+              for i, row in enumerate(index.tolist())]
+    if len(leaders) == len(leader):
+        return None
+    token = torch.arange(len(in_prompt))
+    first = token.clone()
+    first[in_prompt] = ranges(starts[torch.tensor(leader)], lengths(prompts)[index])
+    own = first == token
+    return Shared((own.cumsum(0) - 1)[first], own.nonzero()[:, 0])
 
 
 def columns(batch: TensorDict, part: MicroBatch, device: torch.device) -> dict[str, Tensor]:

@@ -50,6 +50,11 @@ class ShardedModel:
         self.model = load_model(module, model, self.mesh, device, dtype, trainable, cfg, self.context)
         self.costs = model_costs(self.model)
         self.kernel = choose_kernel(cfg.attention, device, compute_dtype(device) or dtype, self.model.head_size)
+        self.shares = (device.type == "cpu" and dtype == torch.float32
+                       and self.context is None and self.model.mixture is None)
+        """Whether a micro-batch feeds a prompt that rows have in common once. Experts are kept by the fed tokens of
+        each row; and where a gradient is rounded on its way, to bfloat16 on GPUs, to float32 in the norms of a float64
+        model, it would be rounded after it is added up over rows rather than before."""
         self.sharded = any(isinstance(p, DTensor) for p in self.model.parameters())
         trained = [p for p in self.model.parameters() if p.requires_grad]
         self.accumulates = self.sharded and 4 * sum(p.numel() for p in trained) <= cfg.whole_gradient_gib * 2**30

@@ -28,14 +28,18 @@ def plain_log_probs(model, batch, temperature=1.0):
     return [row[0] for row in rows], [row[1] for row in rows]
 
 
-def random_batch(num_rows=7, seed=0, longest_prompt=8, longest_response=12, vocabulary=64):
-    """Rows of random lengths (responses may be empty, the first is) with random `advantages` and `rewards`."""
+def random_batch(num_rows=7, seed=0, longest_prompt=8, longest_response=12, vocabulary=64, per_prompt=1):
+    """Rows of random lengths (responses may be empty, the first is) with random `advantages` and `rewards`.
+
+    `per_prompt` rows have each prompt, not next to each other.
+    """
     g = torch.Generator().manual_seed(seed)
 
     def number(low, high):
         return int(torch.randint(low, high + 1, (1,), generator=g))
 
     prompts = [torch.randint(0, vocabulary, (number(1, longest_prompt),), generator=g) for _ in range(num_rows)]
+    prompts = [prompts[row % -(-num_rows // per_prompt)] for row in range(num_rows)]
     sizes = [number(0, longest_response) if row else 0 for row in range(num_rows)]
     return make_batch(
         prompt_ids=prompts, response_ids=[torch.randint(0, vocabulary, (n,), generator=g) for n in sizes],

@@ -5,7 +5,7 @@ import re
 import pytest
 import torch
 
-from hybridrl.batch import fed_lengths, lengths
+from hybridrl.batch import fed_lengths, lengths, rows_of
 from hybridrl.config import ModelConfig, TrainingConfig
 from hybridrl.errors import ConfigError
 from hybridrl.workers.training import dry_run as module
@@ -56,6 +56,7 @@ def test_the_micro_batch_is_no_larger_than_the_batch(folder):
 def test_rows_of_the_longest_kind(tokens, fed, responses):
     batch = module._longest_rows(tokens, 10, 20)
     assert fed_lengths(batch) == fed and lengths(batch["response_ids"]).tolist() == responses
+    assert len({tuple(prompt.tolist()) for prompt in rows_of(batch["prompt_ids"])}) == len(fed)
 
 
 def test_candidates_of_a_teacher_take_part(folder, monkeypatch):

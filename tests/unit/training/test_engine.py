@@ -44,6 +44,31 @@ def test_log_probs_and_entropies_equal_those_of_separate_rows(folder, kind):
 
 
 @pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("per_prompt", [2, 7])
+def test_rows_of_the_same_prompt_equal_separate_ones(folder, kind, per_prompt):
+    """Values, and gradients with and without recomputation; a micro-batch has all rows, or some."""
+    batch = random_batch(per_prompt=per_prompt)
+    expected, _ = plain_log_probs(plain_model(folder(kind)), batch, 0.7)
+    for options in ({}, dict(micro_batch_tokens=40), dict(gradient_checkpointing="layers")):
+        ours, model = engine(folder(kind), **options), plain_model(folder(kind))
+        ours.shares = True
+        close(ours.log_probs(batch, 0.7)["log_probs"], expected)
+        metrics = ours.update(batch, policy_gradient, 0.7, entropies=True)
+        loss, norm = plain_update(model, torch.optim.AdamW(model.parameters(), lr=1e-2), batch, 0.7, entropies=True)
+        assert metrics["loss"] == pytest.approx(loss, rel=1e-10)
+        assert metrics["grad_norm"] == pytest.approx(norm, rel=1e-7)  # the models' norms round gradients to float32
+
+
+@pytest.mark.parametrize(("kind", "fed"), [("llama", 8 + 3 * 4), ("qwen3_moe", 3 * (8 + 4))])
+def test_prompts_in_common_are_computed_once_but_in_mixtures(folder, kind, fed):
+    batch = make_batch(prompt_ids=[list(range(8))] * 3, response_ids=[list(range(5))] * 3)
+    ours, seen = engine(folder(kind), torch.float32), []
+    ours.model.layers()[0].register_forward_hook(lambda layer, args, out: seen.append(out.shape[1]))
+    ours.log_probs(batch)
+    assert seen == [fed]
+
+
+@pytest.mark.parametrize("kind", KINDS)
 def test_float32_log_probs(folder, kind):
     batch = random_batch()
     got = engine(folder(kind), torch.float32).log_probs(batch)
@@ -57,6 +82,9 @@ def test_a_sliding_window_is_kept(folder):
     path = folder("qwen2", use_sliding_window=True, sliding_window=4, max_window_layers=1)
     batch = random_batch(longest_response=20)
     close(engine(path).log_probs(batch)["log_probs"], plain_log_probs(plain_model(path), batch)[0])
+    batch, ours = random_batch(longest_response=20, per_prompt=3), engine(path)
+    ours.shares = True
+    close(ours.log_probs(batch)["log_probs"], plain_log_probs(plain_model(path), batch)[0])
 
 
 @pytest.mark.parametrize("kind", KINDS)

@@ -12,8 +12,8 @@ from hybridrl.workers.training.packing import columns, cut, micro_batches
 CPU = torch.device("cpu")
 
 
-def pack(batch, bins):
-    return list(micro_batches(batch, bins, CPU))
+def pack(batch, bins, share=False):
+    return list(micro_batches(batch, bins, CPU, share=share))
 
 
 def test_cut_takes_as_few_bins_as_first_fit_and_balances_their_costs():
@@ -76,6 +76,33 @@ def test_a_micro_batch_by_hand():
     assert part.width == 3
     assert part.cells.tolist() == [0, 1, 2, 3, 4, 6]
     assert part.padded(torch.tensor([1.0, 2, 3, 4, 5, 6])).tolist() == [[1, 2, 3], [4, 5, 0], [6, 0, 0]]
+
+
+def test_a_prompt_in_common_is_fed_once():
+    batch = make_batch(prompt_ids=[[1, 2], [3], [1, 2], [3]], response_ids=[[7, 8], [], [9, 10, 11], [12]])
+    [part] = pack(batch, [[2, 0, 3, 1]], share=True)
+    #            row 2: prompt 1 2, fed 9 10     row 0: fed 7, its prompt as above     row 3: 3     row 1: nothing
+    assert part.input_ids.tolist() == [[1, 2, 9, 10, 7, 3]]
+    assert part.position_ids.tolist() == [[0, 1, 2, 3, 2, 0]]
+    assert part.predictors.tolist() == [1, 2, 3, 1, 4, 5]
+    assert part.targets.tolist() == [9, 10, 11, 7, 8, 12]
+    assert part.cells.tolist() == [0, 1, 2, 3, 4, 6]
+    assert part.pack.lengths == [4, 3, 1]
+    assert part.pack.shared.places.tolist() == [0, 1, 2, 3, 0, 1, 4, 5]
+    assert part.pack.shared.firsts.tolist() == [0, 1, 2, 3, 6, 7]
+
+
+@pytest.mark.parametrize("prompts", [[[1, 2], [1], [2, 1]], [[1, 2], [1, 3], []]])
+def test_a_prompt_that_begins_like_another_is_none_in_common(prompts):
+    [shared], [plain] = (pack(make_batch(prompt_ids=prompts, response_ids=[[5, 6], [7], []]), [[0, 1, 2]], share)
+                         for share in (True, False))
+    assert shared.pack.shared is None and shared.input_ids.tolist() == plain.input_ids.tolist()
+
+
+@pytest.mark.parametrize("rows", [[], [0]])
+def test_nothing_to_feed_has_nothing_in_common(rows):
+    [part] = pack(make_batch(prompt_ids=[[1, 2]], response_ids=[[]]), [rows], share=True)
+    assert part.pack.shared is None and part.input_ids.shape == (1, 1) and part.pack.lengths == [1]
 
 
 def test_rows_without_a_response_stay_in_the_batch_and_feed_nothing():
