@@ -54,13 +54,20 @@ class _Row(NamedTuple):
 
 def _row(name: str, dtype: str, shape: list[int], digest: list[int], entries: int, num_bytes: int) -> _Row:
     """Raises ValueError for what no tensor has."""
-    low, high = digest
-    kind, numel = getattr(torch, dtype), math.prod(shape)
+    low, high = (_count(half, 64) for half in digest)
+    kind, numel = getattr(torch, dtype), _count(math.prod(map(_count, shape)))
     itemsize = kind.itemsize if isinstance(kind, torch.dtype) else 0
-    if (itemsize not in UNSIGNED or not all(type(n) is int and n >= 0 for n in (*shape, low, high, num_bytes))
-            or type(entries) is not int or not -1 <= entries <= numel or num_bytes > max(entries, 0) + numel // 255):
+    if (type(name) is not str or itemsize not in UNSIGNED or _count(num_bytes) > max(entries, 0) + numel // 255
+            or _count(entries + 1) > numel + 1):
         raise ValueError(f"the row of {name}")
     return _Row(name, kind, tuple(shape), (low, high), entries, num_bytes, numel, itemsize)
+
+
+def _count(number: Any, bits: int = 63) -> int:
+    """A number that fits into so many bits without a sign. Raises ValueError for anything else."""
+    if type(number) is not int or not 0 <= number < 1 << bits:
+        raise ValueError(f"{number!r}, where a count is due")
+    return number
 
 
 def encode(patch: Patch) -> bytes:
@@ -103,8 +110,8 @@ def decode(data: bytes | memoryview) -> Patch:
     try:
         base, result = _states(header)
         rows = [_row(*row) for row in header["tensors"]]
-        planes = {int(size): int(count) for size, count in header["planes"]}
-        sizes = [(int(plain), int(packed)) for plain, packed in header["streams"]]
+        planes = {_count(size): _count(count) for size, count in header["planes"]}
+        sizes = [(_count(plain), _count(packed)) for plain, packed in header["streams"]]
     except (LookupError, TypeError, ValueError, AttributeError) as error:
         raise DamagedPatchError(f"weight patch refused: its header is malformed: {error!r}.") from error
     contents = _contents(rows, planes, sizes, body)
@@ -127,7 +134,7 @@ def _contents(rows: list[_Row], planes: dict[int, int], sizes: list[tuple[int, i
     """What the body holds for each row, given the number of planes by element size and the sizes of the streams."""
     sparse = [row for row in rows if row.entries >= 0]
     entries = {size: sum(row.entries for row in sparse if row.itemsize == size) for size in planes}
-    if {row.itemsize for row in sparse} != planes.keys() or any(not 0 <= n <= 2 * s for s, n in planes.items()):
+    if {row.itemsize for row in sparse} != planes.keys() or any(n > 2 * s for s, n in planes.items()):
         raise DamagedPatchError(f"weight patch refused: its planes are {planes}.")
     due = [sum(row.gap_bytes for row in sparse),
            *(plane_bytes(entries[size]) for size, count in planes.items() for _ in range(count))]
@@ -165,18 +172,18 @@ def _header(data: memoryview) -> tuple[Any, memoryview]:
                                 "changed on the way.")
     try:
         return json.loads(bytes(data[FIXED:end])), data[end:-CHECKSUM]
-    except ValueError as error:
+    except (ValueError, RecursionError) as error:
         raise DamagedPatchError(f"weight patch refused: its header is no JSON: {error}.") from error
 
 
 def _states(header: Any) -> tuple[State | None, State]:
     base, result = header["base"], header["result"]
-    return None if base is None else State(int(base[0]), str(base[1])), State(int(result[0]), str(result[1]))
+    return None if base is None else State(_count(base[0]), str(base[1])), State(_count(result[0]), str(result[1]))
 
 
 def _cut(body: memoryview, sizes: list[int]) -> Iterator[memoryview]:
     """The body in pieces of these sizes."""
-    if min(sizes, default=0) < 0 or sum(sizes) != len(body):
+    if sum(sizes) != len(body):
         raise DamagedPatchError(f"weight patch refused: its body has {len(body)} bytes, where {sum(sizes)} are due.")
     return iter([body[start:end] for start, end in itertools.pairwise(itertools.accumulate(sizes, initial=0))])
 

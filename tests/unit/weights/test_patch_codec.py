@@ -273,7 +273,7 @@ def with_header(data, change):
     length = int.from_bytes(data[8:16], "little")
     header = json.loads(data[16:16 + length])
     changed = change(header)
-    text = json.dumps(header if changed is None else changed).encode()
+    text = changed if isinstance(changed, bytes) else json.dumps(header if changed is None else changed).encode()
     whole = data[:8] + len(text).to_bytes(8, "little") + text + data[16 + length:-16]
     return whole + xxhash.xxh3_128_digest(whole)
 
@@ -285,9 +285,14 @@ def set_row(column, value):
 
 
 @pytest.mark.parametrize("change, reason", [
+    (lambda h: b"{", "no JSON"),
+    (lambda h: b"[" * 100_000, "no JSON"),
     (lambda h: [], "malformed"),
     (lambda h: h.pop("result") and None, "malformed"),
     (lambda h: h.update(base=[1]), "malformed"),
+    (lambda h: h.update(result=[2.5, "0"]), "malformed"),
+    (lambda h: h.update(planes=[[2, float("inf")]]), "malformed"),
+    (lambda h: h.update(streams=[[1, float("inf")]]), "malformed"),
     (lambda h: h["tensors"][0].pop() and None, "malformed"),
     (lambda h: h["tensors"].append(h["tensors"][0]), "streams hold"),
     (lambda h: h["tensors"].append(h["tensors"][2]), "twice"),
@@ -296,14 +301,16 @@ def set_row(column, value):
     (lambda h: h["planes"].reverse() or h["planes"].pop() and None, "planes"),
     (lambda h: h.update(planes=[[2, 9], [4, 8]]), "planes"),
     (lambda h: h["streams"][0].__setitem__(0, 10**15), "streams hold"),
-    (lambda h: h["streams"][0].__setitem__(1, -1), "body has"),
+    (lambda h: h["streams"][0].__setitem__(1, -1), "malformed"),
     (lambda h: h["streams"][0].__setitem__(1, 10**9), "body has"),
     (set_row(0, "other"), "digest"),
     (set_row(1, "float16"), "digest"),
+    (set_row(0, 1), "malformed"),
     (set_row(1, "nn"), "malformed"),
     (set_row(1, "complex128"), "malformed"),
     (set_row(2, [-3000]), "malformed"),
     (set_row(2, [30]), "malformed"),
+    (set_row(2, [1 << 63]), "malformed"),
     (set_row(2, [2500]), "positions"),
     (set_row(2, ["3000"]), "malformed"),
     (set_row(3, [1, 2]), "digest"),
