@@ -72,6 +72,7 @@ class VLLMEngine(RolloutEngine):
         if not self.cuda:
             _count_ranks_eagerly()
             _hide_llvm()
+        _leave_transformers_alone()
         options: dict[str, Any] = {"enforce_eager": cfg.enforce_eager or not self.cuda, "load_format": "dummy"}
         if self.cuda:
             options |= {"enable_sleep_mode": not frozen, "gpu_memory_utilization": cfg.gpu_memory_frac}
@@ -311,6 +312,17 @@ def _hide_llvm() -> None:
     llvm = sys.modules.get("llvmlite.binding.ffi")
     if llvm is not None:
         llvm.lib._fntab["__dict__"] = {}
+
+
+def _leave_transformers_alone() -> None:
+    """Keep vLLM from changing a transformers class, of which training holds a model in this process.
+
+    Architectures that vLLM has no code for run by their transformers classes; to compile them, vLLM replaces the
+    class's `__init__` and `__call__`. Without that they run eagerly.
+    """
+    from vllm.model_executor.models.transformers.base import Base
+
+    Base._decorate_for_torch_compile = lambda model: None
 
 
 def _name_shared_memory() -> str:
