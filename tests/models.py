@@ -5,6 +5,8 @@ from pathlib import Path
 import torch
 
 KINDS = ("llama", "llama_tied", "qwen2", "qwen3", "qwen3_moe")
+THROUGH_TRANSFORMERS = "olmo2"
+"""A further kind, which vLLM has no code for: it runs the transformers class."""
 MIXTURES = ("qwen3_moe", "mixtral", "olmoe", "qwen2_moe", "glm4_moe")
 """Mixtures of experts: without and with shared experts, a dense first layer, a bias on the router."""
 ALPHABET = "0123456789abcdefghijklmnopqrstuvwxyz+-*/=?.,: \n"
@@ -32,11 +34,12 @@ def tiny_tokenizer():
 
 
 def tiny_config(kind: str, **changes):
-    """Configuration of one of KINDS or MIXTURES: vocabulary 64, hidden 64, 2 layers, head size 32, 512 positions."""
+    """Configuration of one of the kinds above: vocabulary 64, hidden 64, 2 layers, head size 32, 512 positions."""
     from transformers import (
         Glm4MoeConfig,
         LlamaConfig,
         MixtralConfig,
+        Olmo2Config,
         OlmoeConfig,
         Qwen2Config,
         Qwen2MoeConfig,
@@ -53,7 +56,8 @@ def tiny_config(kind: str, **changes):
     grouped = dict(n_routed_experts=4, num_experts_per_tok=2, moe_intermediate_size=48, norm_topk_prob=True, n_group=2,
                    topk_group=1, n_shared_experts=1, first_k_dense_replace=1, use_qk_norm=True)
     classes = {"llama": (LlamaConfig, {}), "llama_tied": (LlamaConfig, {}), "qwen2": (Qwen2Config, {}),
-               "qwen3": (Qwen3Config, {}), "qwen3_moe": (Qwen3MoeConfig, moe), "qwen2_moe": (Qwen2MoeConfig, shared),
+               "qwen3": (Qwen3Config, {}), "olmo2": (Olmo2Config, {}),
+               "qwen3_moe": (Qwen3MoeConfig, moe), "qwen2_moe": (Qwen2MoeConfig, shared),
                "mixtral": (MixtralConfig, dict(num_local_experts=4, num_experts_per_tok=2)),
                "olmoe": (OlmoeConfig, dict(num_experts=4, num_experts_per_tok=2, num_key_value_heads=2)),
                "glm4_moe": (Glm4MoeConfig, grouped)}
@@ -63,7 +67,7 @@ def tiny_config(kind: str, **changes):
 
 def tiny_model(folder, kind: str = "llama", seed: int = 0, dtype: torch.dtype = torch.float32,
                classifier: bool = False, **changes) -> Path:
-    """Write a tiny model of one of KINDS or MIXTURES with its tokenizer and chat template; returns the folder.
+    """Write a tiny model of one of the kinds above with its tokenizer and chat template; returns the folder.
 
     Weights depend on `kind`, `seed` and the configuration `changes` only. A `classifier` has a head that scores
     sequences (of one label, unless `num_labels` is among the changes) in the place of the language-model head.

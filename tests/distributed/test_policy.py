@@ -22,12 +22,12 @@ from hybridrl.controller.player import Player
 from hybridrl.errors import WorkerError
 from hybridrl.workers.weights.plan import Sharded
 from tests.distributed.probe import CrampedWorker, ProbeWorker, plain_loss
-from tests.models import MIXTURES, tiny_model
+from tests.models import MIXTURES, THROUGH_TRANSFORMERS, tiny_model
 from tests.unit.weights.test_plan import check_plan
 
 LAYOUTS = {"1": (1, 1), "2x1": (2, 1), "1x2": (2, 2)}
 """Name -> (ranks, tensor_parallel)."""
-FAMILIES = (*MIXTURES, "llama", "qwen2", "qwen3")
+FAMILIES = (*MIXTURES, "llama", "qwen2", "qwen3", THROUGH_TRANSFORMERS)
 """Further models that one layout runs. vLLM makes its groups once a process, and those of a dense model don't do for a
 mixture: mixtures come first."""
 GAP = 1e-5

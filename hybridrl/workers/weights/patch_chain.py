@@ -18,7 +18,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from hybridrl.errors import DamagedPatchError, PatchBaseError, SyncError
+from hybridrl.errors import ConfigError, DamagedPatchError, PatchBaseError, SyncError
 from hybridrl.workers.weights.changes import (
     Change,
     Digest,
@@ -52,9 +52,13 @@ class PatchSender:
 
     Args:
         dtype: the receivers' dtype; weights are compared after the cast to it.
+    Raises:
+        ConfigError: a dtype that weights can't have.
     """
 
     def __init__(self, dtype: torch.dtype):
+        if not (isinstance(dtype, torch.dtype) and dtype.is_floating_point):
+            raise ConfigError(f"the dtype of weight patches must be a floating-point torch.dtype, got {dtype!r}.")
         self.dtype = dtype
         self.state: State | None = None
         """The last acknowledged state; None before the first, and while a full one is under way."""
@@ -129,9 +133,14 @@ class PatchReceiver:
 
     Args:
         weights: the tensors to keep up to date, contiguous; what they hold does not matter before the first full state.
+    Raises:
+        SyncError: a tensor that is not contiguous.
     """
 
     def __init__(self, weights: Mapping[str, Tensor]):
+        scattered = [name for name, weight in weights.items() if not weight.is_contiguous()]
+        if scattered:
+            raise SyncError(f"weight patches are written into contiguous tensors, {scattered[0]} is not.")
         self.state: State | None = None
         """The state held; None while there is none that may be used."""
         self._kinds = {name: (weight.dtype, tuple(weight.shape)) for name, weight in weights.items()}

@@ -15,7 +15,7 @@ import os
 from contextlib import suppress
 from pathlib import Path
 
-from hybridrl.errors import PatchError, SyncError
+from hybridrl.errors import ConfigError, PatchError, SyncError
 from hybridrl.workers.weights.patch import State
 from hybridrl.workers.weights.patch_chain import Named, PatchReceiver, PatchSender
 from hybridrl.workers.weights.patch_codec import states_of
@@ -29,50 +29,76 @@ class PatchFolder:
     Args:
         path: the folder; made when it is missing.
         full_every: versions between full states, which bounds what a late receiver replays.
+    Raises:
+        ConfigError: full_every below 1. SyncError: the folder can't be made.
     """
 
     def __init__(self, path: str | Path, full_every: int = 20):
         self.path = Path(path)
         self.full_every = full_every
-        self.path.mkdir(parents=True, exist_ok=True)
+        if full_every < 1:
+            raise ConfigError(f"full_every must be at least 1, got {full_every}.")
+        try:
+            self.path.mkdir(parents=True, exist_ok=True)
+        except OSError as error:
+            raise SyncError(f"can't make the folder {self.path} for weight patches: {error}.") from error
 
     # ---- the sender
 
     def publish(self, sender: PatchSender, weights: Named, version: int) -> int:
         """Publish `weights` as `version`, and acknowledge it to the sender: receivers take it from the folder.
 
-        Returns the bytes written. Raises SyncError when the folder can't be written; then nothing is published.
+        A sender that has published nothing yet takes the folder over, so that one can be restarted.
+        Returns the bytes written. Raises SyncError when the folder can't be written, or when another sender has
+        published in it since this one did; then nothing is published.
         """
+        self._check_chain(sender)
         weights = list(weights)
         data = sender.encode(weights, version)
         alone = states_of(data)[0] is None
         kinds = {"full" if alone else "patch": data}
         if not alone and self._full_is_due():
             kinds["full"] = sender.full(weights, version)
+        written: list[Path] = []
         try:
             for kind, contents in kinds.items():
-                self._write(f"{version:09d}.{kind}", contents)
+                written.append(self._write(f"{version:09d}.{kind}", contents))
             result = states_of(data)[1]
             self._write(NEWEST, json.dumps([result.version, result.digest]).encode())
         except OSError as error:
+            for file in written:  # or a later version's receivers would take it for a part of the chain
+                with suppress(OSError):
+                    file.unlink()
             raise SyncError(f"can't publish weights in {self.path}: {error}.") from error
         sender.acknowledge(version)
         if "full" in kinds:
             self._clean(version, alone)
         return sum(map(len, kinds.values()))
 
-    def _write(self, name: str, data: bytes) -> None:
+    def _check_chain(self, sender: PatchSender) -> None:
+        newest = None
+        with suppress(SyncError):  # a damaged marker is written anew
+            newest = self.newest()
+        if sender.state is not None and newest not in (None, sender.state):
+            raise SyncError(f"can't publish weights in {self.path}: version {newest.version} there is from another "
+                            f"sender, this one's last was {sender.state.version}. Each needs a folder of its own.")
+
+    def _write(self, name: str, data: bytes) -> Path:
         aside = self.path / f".{name}.part"
-        with aside.open("wb") as stream:
-            stream.write(data)
-            stream.flush()
-            os.fsync(stream.fileno())
-        aside.rename(self.path / name)
+        try:
+            with aside.open("wb") as stream:
+                stream.write(data)
+                stream.flush()
+                os.fsync(stream.fileno())
+            aside.rename(self.path / name)
+        finally:
+            aside.unlink(missing_ok=True)  # half a file on a full disk
         folder = os.open(self.path, os.O_RDONLY)
         try:
             os.fsync(folder)
         finally:
             os.close(folder)
+        return self.path / name
 
     def _full_is_due(self) -> bool:
         newest = max(self._versions("full"), default=-1)
@@ -85,7 +111,8 @@ class PatchFolder:
         Its patch stays, and those since the full state before it: receivers on their way read them. A full state
         `alone` begins a chain, and all other files are of one that has ended.
         """
-        (self.path / WANTED).unlink(missing_ok=True)
+        for file in (self.path / WANTED, *self.path.glob(".*.part")):  # the latter of senders that were killed
+            file.unlink(missing_ok=True)
         before = max((other for other in self._versions("full") if other < version), default=-1)
         for kind in ("full", "patch"):
             for other in self._versions(kind):
@@ -145,7 +172,8 @@ class PatchFolder:
         self._replay(receiver, newest)
 
     def _versions(self, kind: str) -> list[int]:
-        return sorted(int(file.stem) for file in self.path.glob(f"*.{kind}") if file.stem.isdigit())
+        return sorted(int(file.stem) for file in self.path.glob(f"*.{kind}")
+                      if file.stem.isascii() and file.stem.isdigit())
 
     def _file(self, version: int, kind: str) -> Path:
         return self.path / f"{version:09d}.{kind}"

@@ -6,7 +6,7 @@ import pytest
 import torch
 import xxhash
 
-from hybridrl.errors import DamagedPatchError, PatchBaseError, PatchError, SyncError
+from hybridrl.errors import ConfigError, DamagedPatchError, PatchBaseError, PatchError, SyncError
 from hybridrl.workers.weights.patch_chain import PatchReceiver, PatchSender
 
 SHAPES = {"embed": (40, 16), "norm": (16,), "proj": (16, 48), "one": (1,), "empty": (0, 16), "scalar": ()}
@@ -232,6 +232,9 @@ def test_misuse_of_a_sender():
         sender.encode(weights.items(), 0)
 
 
-def test_tensors_must_be_writable_in_place():
-    with pytest.raises(RuntimeError, match="view"):
-        PatchReceiver({"w": torch.zeros(4, 6).t()})
+def test_tensors_that_patches_can_not_be_of():
+    for dtype in (torch.int8, torch.complex64, "bfloat16"):
+        with pytest.raises(ConfigError, match="dtype of weight patches must be a floating-point"):
+            PatchSender(dtype)
+    with pytest.raises(SyncError, match="contiguous tensors, a is not"):
+        PatchReceiver({"a": torch.zeros(3, 4).T})

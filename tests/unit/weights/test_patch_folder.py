@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from hybridrl.errors import SyncError
+from hybridrl.errors import ConfigError, SyncError
 from hybridrl.workers.weights.patch_chain import PatchReceiver, PatchSender
 from hybridrl.workers.weights.patch_folder import NEWEST, WANTED, PatchFolder
 
@@ -164,6 +164,49 @@ def test_a_damaged_marker_and_a_folder_that_can_not_be_written(tmp_path):
     with pytest.raises(SyncError, match="can't publish weights in .*broken"):
         broken.publish()
     assert broken.sender.state is None
+
+
+@pytest.mark.parametrize("failing", ["patch.part", "NEWEST.part"])
+def test_publishing_that_fails_leaves_the_folder_as_it_was(tmp_path, monkeypatch, failing):
+    trainer = Trainer(tmp_path, full_every=3).publish(2)
+    (tmp_path / "²5.patch").write_bytes(b"not ours")
+    (tmp_path / ".000000001.full.part").write_bytes(b"of a sender that was killed")
+    held, before = receiver(), files(tmp_path)
+    write = os.fsync
+
+    def full_disk(descriptor):
+        if os.readlink(f"/proc/self/fd/{descriptor}").endswith(failing):
+            raise OSError(28, "No space left on device")
+        write(descriptor)
+
+    monkeypatch.setattr(os, "fsync", full_disk)
+    with pytest.raises(SyncError, match="can't publish weights in .*No space left"):
+        trainer.publish()
+    assert files(tmp_path) == before
+    monkeypatch.undo()
+    trainer.publish(2)
+    trainer.folder.update(held)
+    assert_up_to_date(held, trainer)
+    assert not list(tmp_path.glob(".*"))  # once a full state was due
+
+
+def test_a_folder_has_one_sender(tmp_path):
+    first = Trainer(tmp_path).publish(2)
+    second = Trainer(tmp_path, version=5).publish(2)
+    with pytest.raises(SyncError, match="version 6 there is from another sender, this one's last was 1. Each needs"):
+        first.publish()
+    held = receiver()
+    second.publish().folder.update(held)
+    assert_up_to_date(held, second)
+
+
+def test_folders_that_can_not_be(tmp_path):
+    (tmp_path / "file").write_text("")
+    for path in (tmp_path / "file", tmp_path / "file" / "below"):
+        with pytest.raises(SyncError, match="can't make the folder .*file"):
+            PatchFolder(path)
+    with pytest.raises(ConfigError, match="full_every must be at least 1, got 0"):
+        PatchFolder(tmp_path, full_every=0)
 
 
 def test_a_receiver_killed_in_mid_chain_and_restarted(tmp_path):
