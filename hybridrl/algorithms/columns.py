@@ -56,12 +56,29 @@ def check_tokens(mask: Tensor, **tensors: Tensor) -> None:
             raise BatchError(f"{name!r} must be floating point {list(mask.shape)} like 'mask', got {_got(tensor)}.")
 
 
+def check_flags(mask: Tensor, **tensors: Tensor) -> None:
+    """Raise BatchError unless each tensor is bool with the shape of `mask`."""
+    check_mask(mask)
+    for name, tensor in tensors.items():
+        if not isinstance(tensor, Tensor) or tensor.dtype != torch.bool or tensor.shape != mask.shape:
+            raise BatchError(f"{name!r} must be bool {list(mask.shape)} like 'mask', got {_got(tensor)}.")
+
+
 def check_rows(mask: Tensor, **tensors: Tensor) -> None:
     """Raise BatchError unless each tensor is floating point [B]."""
     check_mask(mask)
     for name, tensor in tensors.items():
         if not isinstance(tensor, Tensor) or not tensor.is_floating_point() or tensor.shape != mask.shape[:1]:
             raise BatchError(f"{name!r} must be floating point [{mask.shape[0]}], one a row, got {_got(tensor)}.")
+
+
+def check_components(mask: Tensor, **tensors: Tensor) -> None:
+    """Raise BatchError unless each tensor is floating point [B, K]."""
+    check_mask(mask)
+    for name, tensor in tensors.items():
+        fits = isinstance(tensor, Tensor) and tensor.dim() == 2 and len(tensor) == len(mask)
+        if not fits or not tensor.is_floating_point():
+            raise BatchError(f"{name!r} must be floating point [{mask.shape[0]}, K], got {_got(tensor)}.")
 
 
 def check_ids(mask: Tensor, **tensors: Tensor) -> None:

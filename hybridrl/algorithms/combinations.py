@@ -41,10 +41,7 @@ def check_combination(cfg: AlgorithmConfig, has_critic: bool = False) -> None:
 
 def _check_list(key: str, table: Table, chosen: Sequence[Choice]) -> None:
     for choice in chosen:
-        options = table.options(choice.name, choice.options)
-        lo, hi = getattr(options, "lo", None), getattr(options, "hi", None)
-        if lo is not None and hi is not None and lo > hi:
-            raise ConfigError(f"{table.kind} {choice.name!r}: lo must be at most hi = {hi:g}, got {lo:g}.")
+        table.options(choice.name, choice.options)
     names = [choice.name for choice in chosen]
     if len(set(names)) < len(names):
         raise ConfigError(f"{key} must name each entry once, got {', '.join(names)}.")

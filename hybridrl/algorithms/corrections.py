@@ -16,7 +16,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from hybridrl.algorithms.columns import check_tokens, need
+from hybridrl.algorithms.columns import check_mask, check_tokens, need
 from hybridrl.algorithms.masked import LOG_RATIO_LIMIT, finite, log_ratio, row_mean, select
 from hybridrl.algorithms.tables import Table, option
 from hybridrl.errors import ConfigError
@@ -75,13 +75,20 @@ def _inside(ratio: Tensor, lo: float, hi: float | None) -> Tensor:
     return (ratio >= lo) & (ratio <= (torch.inf if hi is None else hi))
 
 
-def _check_bounds(scheme: str, lo: float, hi: float | None) -> None:
-    if hi is not None and lo > hi:
-        raise ConfigError(f"correction {scheme!r}: lo must be at most hi, got lo={lo:g}, hi={hi:g}.")
+class Bounds:
+    """Options with lo and hi."""
+
+    lo: float
+    hi: float | None
+
+    def validate(self) -> None:
+        """Raise ConfigError when lo is above hi."""
+        if self.hi is not None and self.lo > self.hi:
+            raise ConfigError(f"lo must be at most hi = {self.hi:g}, got {self.lo:g}.")
 
 
 @dataclass(kw_only=True)
-class TisOptions:
+class TisOptions(Bounds):
     lo: float = option(0.0, ge=0)
     """Smallest weight."""
     hi: float | None = option(2.0, gt=0)
@@ -110,7 +117,6 @@ def token_tis(
         ConfigError: lo above hi. BatchError: shapes or dtypes don't fit.
     Source: Yao et al. 2025, "Your efficient RL framework secretly brings you off-policy RL training".
     """
-    _check_bounds("token_tis", lo, hi)
     ratios = _ratios(old_log_probs, rollout_log_probs, mask)
     return _correction(ratios, ratios.log.exp().clamp(lo, hi), None)
 
@@ -129,13 +135,12 @@ def sequence_tis(
 
     Arguments, result and errors as `token_tis`.
     """
-    _check_bounds("sequence_tis", lo, hi)
     ratios = _ratios(old_log_probs, rollout_log_probs, mask)
     return _correction(ratios, ratios.log_product.exp().clamp(lo, hi), None)
 
 
 @dataclass(kw_only=True)
-class IcePopOptions:
+class IcePopOptions(Bounds):
     lo: float = option(0.5, ge=0)
     """Smallest ratio that is kept."""
     hi: float | None = option(5.0, gt=0)
@@ -157,14 +162,13 @@ def icepop(
     Arguments, result and errors as `token_tis`.
     Source: IcePop, arXiv:2510.18855.
     """
-    _check_bounds("icepop", lo, hi)
     ratios = _ratios(old_log_probs, rollout_log_probs, mask)
     rho = ratios.log.exp()
     return _correction(ratios, rho, _inside(rho, lo, hi))
 
 
 @dataclass(kw_only=True)
-class BandOptions:
+class BandOptions(Bounds):
     lo: float = option(0.5, ge=0)
     """Smallest ratio that is kept."""
     hi: float | None = option(2.0, gt=0)
@@ -185,7 +189,6 @@ def token_band(
 
     Arguments, result and errors as `token_tis`.
     """
-    _check_bounds("token_band", lo, hi)
     ratios = _ratios(old_log_probs, rollout_log_probs, mask)
     return _correction(ratios, None, _inside(ratios.log.exp(), lo, hi))
 
@@ -205,14 +208,13 @@ def sequence_mask(
     Arguments, result and errors as `token_tis`.
     Source: Liu, Li et al. 2025, "When speed kills stability".
     """
-    _check_bounds("sequence_mask", lo, hi)
     ratios = _ratios(old_log_probs, rollout_log_probs, mask)
     product = ratios.log_product.exp()
     return _correction(ratios, product, _inside(product, lo, hi))
 
 
 @dataclass(kw_only=True)
-class GeometricOptions:
+class GeometricOptions(Bounds):
     lo: float = option(0.999, ge=0)
     """Smallest geometric mean that is kept (0.99 for stale data)."""
     hi: float | None = option(1.001, gt=0)
@@ -233,7 +235,6 @@ def geometric_mask(
 
     Arguments, result and errors as `token_tis`.
     """
-    _check_bounds("geometric_mask", lo, hi)
     ratios = _ratios(old_log_probs, rollout_log_probs, mask)
     return _correction(ratios, None, _inside(ratios.log_mean.exp(), lo, hi))
 
@@ -317,6 +318,7 @@ def correct(
     if len(weighing) > 1:
         raise ConfigError(f"at most one correction may carry a weight, got {weighing}; combine it with masks.")
     mask = need("correct", "mask", columns.get("mask"))
+    check_mask(mask)
     weights, keep = torch.ones_like(mask, dtype=torch.float32), mask
     for name, options in chosen.items():
         one = CORRECTIONS.call(name, options, columns)

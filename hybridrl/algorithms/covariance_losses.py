@@ -12,7 +12,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from hybridrl.algorithms.columns import check_tokens
+from hybridrl.algorithms.columns import check_flags, check_tokens
 from hybridrl.algorithms.losses import (
     POLICY_LOSSES,
     PolicyLoss,
@@ -148,6 +148,7 @@ def clip_cov(
         BatchError: a column is missing or has the wrong shape or dtype.
     Source: arXiv:2505.22617.
     """
+    check_flags(mask, clip_cov_tokens=clip_cov_tokens)
     tokens = clean(log_probs, old_log_probs, advantages, mask)
     loss, metrics = clipped_surrogate(exp_clamped(tokens.log_ratio), tokens, mask, clip_low, clip_high, None)
     loss = torch.where(clip_cov_tokens, loss.new_zeros(()), loss)
@@ -195,6 +196,7 @@ def kl_cov(
         BatchError: a column is missing or has the wrong shape or dtype.
     Source: arXiv:2505.22617.
     """
+    check_flags(mask, kl_cov_tokens=kl_cov_tokens)
     tokens = clean(log_probs, old_log_probs, advantages, mask)
     loss = -tokens.advantages * exp_clamped(tokens.log_ratio)
     loss = loss + torch.where(kl_cov_tokens, penalty * tokens.log_ratio.abs(), loss.new_zeros(()))

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from hybridrl.algorithms.advantages import ADVANTAGES, Advantages, broadcast, outcome_groups, output_dtype
-from hybridrl.algorithms.columns import check_ids, given
+from hybridrl.algorithms.columns import check_components, check_ids, given
 from hybridrl.algorithms.groups import Groups, Trajectories, exact_standardize, std_of
 from hybridrl.algorithms.tables import option
 from hybridrl.errors import BatchError
@@ -236,8 +236,7 @@ def gdpo_advantages(
     Source: GDPO, arXiv:2601.05242.
     """
     check_ids(mask, group_ids=group_ids, **given(trajectory_ids=trajectory_ids))
-    if reward_components.dim() != 2 or reward_components.shape[0] != mask.shape[0]:
-        raise BatchError(f"'reward_components' must be [{mask.shape[0]}, K], got {list(reward_components.shape)}.")
+    check_components(mask, reward_components=reward_components)
     weights = [1.0] * reward_components.shape[1] if weights is None else weights
     if len(weights) != reward_components.shape[1]:
         raise BatchError(f"'weights' must have one number per component ({reward_components.shape[1]}), got {weights}.")

@@ -27,7 +27,13 @@ class Groups:
 
     @classmethod
     def of(cls, rewards: Tensor, group_ids: Tensor) -> "Groups":
-        """Number the groups; a reward that is NaN or infinite makes its unit invalid."""
+        """Number the groups; a reward that is NaN or infinite makes its unit invalid.
+
+        Raises BatchError unless both are [N].
+        """
+        if not isinstance(group_ids, Tensor) or rewards.dim() != 1 or group_ids.shape != rewards.shape:
+            got = list(group_ids.shape) if isinstance(group_ids, Tensor) else type(group_ids).__name__
+            raise BatchError(f"'group_ids' must be [N] like the rewards, got {got} for {list(rewards.shape)}.")
         unique, index = torch.unique(group_ids, return_inverse=True)
         valid = rewards.isfinite()
         values = torch.where(valid, rewards.double(), 0.0)

@@ -118,7 +118,7 @@ def rho_k3(log_probs: Tensor, ref_log_probs: Tensor, mask: Tensor, old_log_probs
     Args and errors as `k1`, and old_log_probs: [B, R] float.
     Source: DeepSeek-V3.2, arXiv:2512.02556.
     """
-    check_tokens(mask, old_log_probs=old_log_probs)
+    check_tokens(mask, log_probs=log_probs, old_log_probs=old_log_probs)
     rho = exp_clamped(log_ratio(log_probs, old_log_probs.detach(), mask))
     return rho * k3_value(_difference(log_probs, ref_log_probs, mask))
 

@@ -82,13 +82,9 @@ class PpoClipOptions:
     """Upper bound on the ratio where the advantage is negative; above 1 + clip_high. Null: no bound."""
 
     def validate(self) -> None:
-        check_dual_clip(self.dual_clip, self.clip_high)
-
-
-def check_dual_clip(dual_clip: float | None, clip_high: float) -> None:
-    """Raise ConfigError unless dual_clip is None or above 1 + clip_high."""
-    if dual_clip is not None and dual_clip <= 1 + clip_high:
-        raise ConfigError(f"dual_clip must be above 1 + clip_high = {1 + clip_high:g} or null, got {dual_clip}.")
+        if self.dual_clip is not None and self.dual_clip <= 1 + self.clip_high:
+            raise ConfigError(f"dual_clip must be above 1 + clip_high = {1 + self.clip_high:g} or null, got "
+                              f"{self.dual_clip}.")
 
 
 @POLICY_LOSSES.register("ppo_clip", options=PpoClipOptions, aggregation="token-mean", traits=("anchored",))
@@ -114,7 +110,6 @@ def ppo_clip(
         ConfigError: dual_clip is not above 1 + clip_high. BatchError: shapes or dtypes don't fit.
     Source: PPO, arXiv:1707.06347; separate bounds from DAPO, arXiv:2503.14476.
     """
-    check_dual_clip(dual_clip, clip_high)
     tokens = clean(log_probs, old_log_probs, advantages, mask)
     loss, metrics = clipped_surrogate(exp_clamped(tokens.log_ratio), tokens, mask, clip_low, clip_high, dual_clip)
     return masked_loss(loss, tokens, mask, **metrics)
@@ -161,6 +156,7 @@ def policy_gradient(log_probs: Tensor, advantages: Tensor, mask: Tensor) -> Poli
         BatchError: shapes or dtypes don't fit.
     Source: Williams 1992; GPG, arXiv:2504.02546.
     """
+    check_tokens(mask, log_probs=log_probs)
     tokens = clean(log_probs, torch.zeros_like(log_probs), advantages, mask)
     return masked_loss(-tokens.advantages * tokens.log_probs, tokens, mask)
 

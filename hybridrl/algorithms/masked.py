@@ -6,6 +6,8 @@ Masked positions may hold NaN or infinity, so values are always selected, never 
 import torch
 from torch import Tensor
 
+from hybridrl.algorithms.columns import check_tokens
+
 LOG_RATIO_LIMIT = 20.0
 """Log-ratios are clamped to +/- this before exponentiation; no gradient beyond it."""
 
@@ -118,7 +120,10 @@ def whiten(x: Tensor, mask: Tensor, *, shift_mean: bool = True) -> Tensor:
         mask: [B, R] bool, tokens that count; on a controller this is the whole batch over all ranks.
     Returns:
         [B, R] float64, zero where mask is false.
+    Raises:
+        BatchError: shapes or dtypes don't fit.
     """
+    check_tokens(mask, x=x)
     wide, count = x.double(), mask.count_nonzero()
     # Whole-tensor passes are several times faster than gathering the trainable tokens and putting them back.
     low = torch.where(mask, wide, torch.inf).amin() if wide.numel() else wide.sum()

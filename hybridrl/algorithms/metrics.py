@@ -3,7 +3,7 @@
 import torch
 from torch import Tensor
 
-from hybridrl.algorithms.columns import check_tokens, given
+from hybridrl.algorithms.columns import check_mask, check_tokens, given
 from hybridrl.algorithms.evaluation import pass_at_k_tensor
 from hybridrl.algorithms.groups import Groups
 from hybridrl.algorithms.kl import K3_CAP, k3_value
@@ -67,6 +67,7 @@ def length_metrics(
         mask: [B, R] bool. truncated: [B] bool, finish reason is the length limit.
         max_response_length: the configured limit, never the padded width.
     """
+    check_mask(mask)
     lengths = mask.sum(dim=1)
     rows, full = torch.ones_like(lengths, dtype=torch.bool), lengths > 0
     metrics: dict[str, Partial] = {"aborted_ratio": mean_of((~full).double(), rows)}

@@ -7,7 +7,7 @@ import torch
 from torch import Tensor
 
 from hybridrl.algorithms.advantages import ADVANTAGES, Advantages, cast, outcome_groups, output_dtype
-from hybridrl.algorithms.columns import check_ids, given, need
+from hybridrl.algorithms.columns import check_ids, check_rows, given, need
 from hybridrl.algorithms.groups import Groups
 from hybridrl.algorithms.masked import first_trainable, low_and_mean, select, whiten
 from hybridrl.algorithms.returns import folded_rewards, reward_to_go
@@ -58,6 +58,8 @@ def reinforce_advantages(
     """
     folded, valid = folded_rewards(mask, rewards, token_rewards)
     check_ids(mask, **given(group_ids=group_ids))
+    if isinstance(moving_baseline, Tensor) and moving_baseline.dim():
+        check_rows(mask, moving_baseline=moving_baseline)
     returns = reward_to_go(folded, mask, gamma)
     keep = mask & valid[:, None]
     low, above = _baseline(returns, keep, baseline, group_ids, moving_baseline, singleton)

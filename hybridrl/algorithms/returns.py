@@ -124,5 +124,8 @@ def reward_to_go(folded: Tensor, mask: Tensor, gamma: float = 1.0) -> Tensor:
         gamma: discount per policy token.
     Returns:
         [B, R] float64, zero where mask is false.
+    Raises:
+        BatchError: shapes or dtypes don't fit.
     """
+    check_tokens(mask, folded=folded)
     return backward_scan(select(folded.double(), mask), gamma, mask)

@@ -77,7 +77,7 @@ def kl_in_reward(
         ConfigError: unknown estimator. BatchError: shapes or dtypes don't fit.
     Source: arXiv:1909.08593, 2203.02155.
     """
-    check_tokens(mask, token_rewards=token_rewards)
+    check_tokens(mask, token_rewards=token_rewards, old_log_probs=old_log_probs, ref_log_probs=ref_log_probs)
     penalty = token_kl(estimator, old_log_probs, ref_log_probs, mask, old_log_probs, options)
     return token_rewards - (kl_coef * select(penalty, mask)).to(token_rewards.dtype)
 

@@ -15,6 +15,7 @@ options class, one is made from the function's annotated keyword-only parameters
 """
 
 import dataclasses
+import functools
 import inspect
 import math
 import types
@@ -88,7 +89,9 @@ class Table(Mapping[str, Entry]):
         aggregation: str | None = None,
         traits: tuple[str, ...] = (),
     ) -> Callable[[Callable[..., Any]], Callable[..., Any]]:
-        """Decorator that adds a function under `name` and returns it unchanged.
+        """Decorator that adds a function under `name`.
+
+        With an options class it returns the function with its options checked on every call, else the function.
 
         Raises ConfigError when the name is taken or an options field is no parameter of the function.
         """
@@ -104,6 +107,8 @@ class Table(Mapping[str, Entry]):
                     f"{self.kind} {name!r}: options {sorted(missing)} of {cls.__name__} are no parameters of "
                     f"{fn.__name__}, which accepts {sorted(inspect.signature(fn).parameters)}."
                 )
+            if options:
+                fn = _checked(fn, self.kind, name, cls)
             self._entries[name] = Entry(name, fn, cls, prepare, aggregation, frozenset(traits))
             return fn
 
@@ -118,24 +123,7 @@ class Table(Mapping[str, Entry]):
 
         Raises ConfigError naming the key, the value received and what is accepted.
         """
-        cls = self[name].options
-        where = f"{self.kind} {name!r}"
-        if values is None:
-            values = {}
-        if isinstance(values, cls):
-            values = {field.name: getattr(values, field.name) for field in dataclasses.fields(cls)}
-        if not isinstance(values, Mapping):
-            raise ConfigError(f"Options of {where} must be a mapping or {cls.__name__}, got {values!r}.")
-        fields = {field.name: field for field in dataclasses.fields(cls)}
-        hints = typing.get_type_hints(cls)
-        for key in values:
-            if key not in fields:
-                raise ConfigError(unknown(f"{self.kind} {name} option", key, fields))
-        checked = {k: _check(where, fields[k], hints[k], v) for k, v in values.items()}
-        built = cls(**checked)
-        if hasattr(built, "validate"):
-            built.validate()
-        return built
+        return _build(self.kind, name, self[name].options, values)
 
     def call(self, name: str, options: Any, columns: Mapping[str, Any]) -> Any:
         """Call `name` with the columns it asks for.
@@ -172,7 +160,7 @@ class Table(Mapping[str, Entry]):
                              f"{type(columns).__name__}.")
 
     def _absent(self, name: str, column: object, columns: Mapping[str, Any]) -> BatchError:
-        have = ", ".join(sorted(columns)) or "none"
+        have = ", ".join(sorted(key for key, x in columns.items() if x is not None)) or "none"
         return BatchError(f"{self.kind} {name!r} needs the column {column!r}; the batch has: {have}.")
 
     def __getitem__(self, name: str) -> Entry:
@@ -200,6 +188,44 @@ def _options_from_signature(fn: Callable[..., Any]) -> type:
             hint = type(p.default) if p.annotation is p.empty else p.annotation
             fields.append((p.name, hint, dataclasses.field(default=p.default)))
     return dataclasses.make_dataclass(f"{fn.__name__.title().replace('_', '')}Options", fields, kw_only=True)
+
+
+def _build(kind: str, name: str, cls: type, values: Any) -> Any:
+    """`Table.options` of the entry's options class."""
+    where = f"{kind} {name!r}"
+    if values is None:
+        values = {}
+    if isinstance(values, cls):
+        values = {field.name: getattr(values, field.name) for field in dataclasses.fields(cls)}
+    if not isinstance(values, Mapping):
+        raise ConfigError(f"Options of {where} must be a mapping or {cls.__name__}, got {values!r}.")
+    fields = {field.name: field for field in dataclasses.fields(cls)}
+    hints = _hints(cls)
+    for key in values:
+        if key not in fields:
+            raise ConfigError(unknown(f"{kind} {name} option", key, fields))
+    built = cls(**{k: _check(where, fields[k], hints[k], v) for k, v in values.items()})
+    if hasattr(built, "validate"):
+        try:
+            built.validate()
+        except ConfigError as error:
+            raise ConfigError(f"{where}: {error}") from None
+    return built
+
+
+def _checked(fn: Callable[..., Any], kind: str, name: str, cls: type) -> Callable[..., Any]:
+    """`fn` with the options among its arguments checked. It may travel to workers by value: no table goes along."""
+    names = {field.name for field in dataclasses.fields(cls)}
+
+    @functools.wraps(fn)
+    def checked(*args: Any, **kwargs: Any) -> Any:
+        _build(kind, name, cls, {key: value for key, value in kwargs.items() if key in names})
+        return fn(*args, **kwargs)
+
+    return checked
+
+
+_hints = functools.lru_cache(maxsize=None)(typing.get_type_hints)
 
 
 def _check(where: str, field: Any, hint: Any, value: Any) -> Any:

@@ -92,6 +92,7 @@ def aipo(
     Arguments, result and errors as `cispo`, with rollout_log_probs for old_log_probs.
     Source: LlamaRL, arXiv:2505.24034.
     """
+    check_tokens(mask, rollout_log_probs=rollout_log_probs)
     return cispo(log_probs, rollout_log_probs, advantages, mask, ratio_min=0.0, ratio_max=ratio_max)
 
 

@@ -15,14 +15,23 @@ from hybridrl.algorithms import (
     KL_ESTIMATORS,
     POLICY_LOSSES,
     Table,
+    cispo,
     compute_advantages,
     correct,
+    group_metrics,
     grpo_advantages,
+    length_metrics,
     loss_weights,
     option,
+    pass_at_k_advantages,
     policy_loss,
+    ppo_clip,
+    reinforce_advantages,
+    second_moment_mask,
+    sequence_clip,
     token_kl,
     value_loss,
+    whiten,
 )
 from hybridrl.algorithms.combinations import check_combination
 from hybridrl.config import AlgorithmConfig, Choice, KLConfig, OverlongConfig
@@ -184,11 +193,43 @@ GOOD = make_columns(1)
         (lambda c: compute_advantages("pass_at_k", {**c, "rewards": c["rewards"] + 3.5}), "0 or 1"),
         (lambda c: compute_advantages("maxrl", {**c, "rewards": c["rewards"] - 9}), "at least 0"),
         (lambda c: compute_advantages("gdpo", c, {"weights": [1.0]}), "one number per component"),
+        (lambda c: compute_advantages("gdpo", {**c, "reward_components": c["mask"]}), "'reward_components'.*got.*bool"),
+        (lambda c: compute_advantages("grpo", {**c, "values": None, "group_ids": None}), r"batch has: (?!.*group_ids)"),
+        (lambda c: compute_advantages("reinforce", {**c, "moving_baseline": torch.ones(2)}, {"baseline": "moving"}),
+         r"'moving_baseline' must be.*\[7\].*\[2\]"),
+        (lambda c: compute_advantages("reinforce_pp", {**c, "old_log_probs": 1.0}, {"kl_coef": 1}), "'old_log_probs'"),
+        (lambda c: policy_loss("gpg", {**c, "log_probs": [1.0]}), "'log_probs'.*got list"),
+        (lambda c: policy_loss("aipo", {**c, "rollout_log_probs": None}), "'rollout_log_probs'"),
+        (lambda c: policy_loss("aipo", {**c, "rollout_log_probs": c["mask"]}), "'rollout_log_probs'.*bool"),
+        (lambda c: policy_loss("kl_cov", {**c, "kl_cov_tokens": c["values"]}), "'kl_cov_tokens' must be bool"),
+        (lambda c: policy_loss("clip_cov", {**c, "clip_cov_tokens": c["mask"][1:]}), "'clip_cov_tokens' must be bool"),
+        (lambda c: token_kl("rho_k3", c["log_probs"][:2], c["ref_log_probs"], c["mask"], c["old_log_probs"]), "'log_p"),
+        (lambda c: correct(["veto"], {**c, "mask": c["mask"].float()}), "'mask' must be bool"),
+        (lambda c: length_metrics(c["mask"].float()), "'mask' must be bool"),
+        (lambda c: whiten(c["values"], c["mask"].float()), "'mask' must be bool"),
+        (lambda c: group_metrics(c["rewards"], c["group_ids"][:2]), r"'group_ids' must be \[N\].*\[2\] for \[7\]"),
     ],
 )
 def test_bad_tensors(call, message):
     with pytest.raises(BatchError, match=message):
         call(dict(GOOD))
+
+
+@pytest.mark.parametrize(
+    ("call", "message"),
+    [
+        (lambda c: grpo_advantages(*c, std="half"), "'std' of advantage 'grpo' must be one of .*, got 'half'"),
+        (lambda c: reinforce_advantages(c[2], c[0], baseline="mean"), "'baseline' of advantage 'reinforce' must be"),
+        (lambda c: pass_at_k_advantages(*c, k=0), "'k' of advantage 'pass_at_k' must be a whole number at least 1"),
+        (lambda c: sequence_clip(*[c[3]] * 3, c[2], dual_clip=1.2), "'sequence_clip': dual_clip must be .*got 1.2"),
+        (lambda c: ppo_clip(*[c[3]] * 3, c[2], clip_low=-1.0), "'clip_low' of policy loss 'ppo_clip' must be a number"),
+        (lambda c: cispo(*[c[3]] * 3, c[2], ratio_min=6.0), "ratio_min must be at most ratio_max = 5, got 6"),
+        (lambda c: second_moment_mask(c[3], c[3], c[2], threshold=-1.0), "'threshold' of keep mask 'second_moment'"),
+    ],
+)
+def test_options_of_plain_calls_are_checked(call, message):
+    with pytest.raises(ConfigError, match=message):
+        call([GOOD[name] for name in ("rewards", "group_ids", "mask", "log_probs")])
 
 
 def test_k_above_the_group_size():
