@@ -147,10 +147,12 @@ def require(batch: TensorDict, *names: str) -> None:
 
 def ragged(rows: Sequence[Any], dtype: torch.dtype) -> Tensor:
     """Jagged nested tensor [B, *] from B sequences or 1-D tensors; B may be 0, rows may be empty."""
-    tensors = [torch.as_tensor(row, dtype=dtype).reshape(-1) for row in rows]
-    lengths = torch.tensor([len(row) for row in tensors], dtype=torch.int64)
-    values = torch.cat(tensors) if tensors else torch.zeros(0, dtype=dtype)
-    return from_lengths(values, lengths)
+    if all(isinstance(row, list) for row in rows):  # one conversion for all
+        values = torch.tensor([item for row in rows for item in row], dtype=dtype)
+    else:
+        rows = [torch.as_tensor(row, dtype=dtype).reshape(-1) for row in rows]
+        values = torch.cat(rows)
+    return from_lengths(values, torch.tensor([len(row) for row in rows], dtype=torch.int64))
 
 
 def from_lengths(values: Tensor, lengths: Tensor) -> Tensor:

@@ -8,6 +8,7 @@ import pytest
 import torch
 
 from hybridrl.errors import DeadlineError, PhaseError, SyncError
+from hybridrl.workers.rollout import transformers_engine
 from hybridrl.workers.rollout.engine import Completion, Request, RolloutEngine
 from hybridrl.workers.weights.regions import Write, whole
 from tests.models import tiny_model
@@ -301,6 +302,30 @@ def test_log_probs_are_those_of_the_model(model, temperature):
         torch.testing.assert_close(
             torch.tensor(completion.log_probs),
             expected_log_probs(model, request.prompt_ids, completion.token_ids, temperature), atol=1e-5, rtol=0)
+
+
+@pytest.mark.parametrize("room", [1, 3, 64])
+def test_the_cache_grows_while_rows_end(model, monkeypatch, room):
+    monkeypatch.setattr(transformers_engine, "ROOM", room)
+    requests = [Request([5, 6, 7], 3 * (seed + 1), 1.0, seed) for seed in range(4)]
+    for request, completion in zip(requests, engine_on(model).generate(requests), strict=True):
+        assert len(completion.token_ids) == request.max_tokens
+        torch.testing.assert_close(
+            torch.tensor(completion.log_probs),
+            expected_log_probs(model, request.prompt_ids, completion.token_ids), atol=1e-5, rtol=0)
+
+
+def test_a_prompt_in_common_is_fed_once_and_rows_go_their_own_ways(model):
+    engine, fed = engine_on(model), []
+    engine.model.model.layers[0].register_forward_hook(lambda layer, args, out: fed.append(tuple(out.shape[:2])))
+    requests = [Request([5, 6, 7] if row % 2 else [8, 9], 4, 1.0, row) for row in range(6)]
+    together = engine.generate(requests)
+    assert fed == [(2, 3)] + 3 * [(6, 1)]
+    assert len({tuple(c.token_ids) for c in together[1::2]}) > 1
+    for request, completion in zip(requests, together, strict=True):
+        torch.testing.assert_close(
+            torch.tensor(completion.log_probs),
+            expected_log_probs(model, request.prompt_ids, completion.token_ids), atol=1e-5, rtol=0)
 
 
 def test_samples_do_not_depend_on_what_runs_beside_them(model):

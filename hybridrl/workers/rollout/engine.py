@@ -242,10 +242,11 @@ class RolloutEngine(ABC):
 
     def _orders(self, futures: Sequence[Future[Any]], began: float, deadline_s: float) -> Orders:
         cancelled = _drained(self._cancelled)  # before the arrivals: what is cancelled has arrived
-        waiting = sum(not f.done() for f in futures)
-        late = waiting and time.monotonic() - began > deadline_s
-        text = f"rollout: {waiting} of {len(futures)} responses not finished after {deadline_s:g} s." if late else ""
-        return Orders(_drained(self._inbox), cancelled, not waiting, text)
+        done, late = all(f.done() for f in futures), ""
+        if not done and time.monotonic() - began > deadline_s:
+            waiting = sum(not f.done() for f in futures)
+            late = f"rollout: {waiting} of {len(futures)} responses not finished after {deadline_s:g} s."
+        return Orders(_drained(self._inbox), cancelled, done, late)
 
     def _follow(self, orders: Orders) -> None:
         for request_id, request in orders.arrived:

@@ -7,11 +7,15 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from transformers.cache_utils import DynamicLayer
 
 from hybridrl.errors import SyncError
 from hybridrl.workers.rollout.engine import Completion, Inspect, PromptScore, Rename, Request, RolloutEngine
 from hybridrl.workers.routing import Routing, route
 from hybridrl.workers.weights.regions import Copy, Write, whole
+
+ROOM = 64
+"""Tokens that a key-value cache leaves room for whenever it has to grow, if so many are to come."""
 
 
 @dataclass(slots=True)
@@ -34,6 +38,41 @@ class _Cohort:
     rows: list[_Running]
     mask: Tensor
     cache: Any = None
+
+
+class _RoomyLayer(DynamicLayer):
+    """Keys and values with room for more: a token is written beside those before it, which stay where they are.
+
+    Args:
+        layer: what is held so far.
+        most: tokens that it will hold in the end.
+    """
+
+    def __init__(self, layer: DynamicLayer, most: int):
+        super().__init__()
+        self.__dict__.update(layer.__dict__)
+        self.keys: Any
+        self.values: Any
+        self.most = most
+        self.room: tuple[Tensor, ...] = ()
+
+    def update(self, key_states: Tensor, value_states: Tensor, *args: Any, **kwargs: Any) -> tuple[Tensor, Tensor]:
+        start = self.get_seq_length()
+        stop = start + key_states.shape[-2]
+        if not self.room or stop > self.room[0].shape[-2]:
+            tokens = max(stop, min(stop + ROOM, self.most))
+            self.room = tuple(held.new_empty(*held.shape[:-2], tokens, held.shape[-1])
+                              for held in (self.keys, self.values))
+            for room, held in zip(self.room, (self.keys, self.values), strict=True):
+                room[..., :start, :] = held
+        for room, new in zip(self.room, (key_states, value_states), strict=True):
+            room[..., start:stop, :] = new
+        self.keys, self.values = (room[..., :stop, :] for room in self.room)
+        return self.keys, self.values
+
+    def batch_select_indices(self, indices: Tensor) -> None:
+        super().batch_select_indices(indices)
+        self.room = ()
 
 
 class TransformersEngine(RolloutEngine):
@@ -91,25 +130,37 @@ class TransformersEngine(RolloutEngine):
         room = self.max_running - sum(len(cohort.rows) for cohort in self._cohorts)
         finished = []
         for cohort in self._cohorts:
-            self._advance(cohort, torch.tensor([[row.token_ids[-1]] for row in cohort.rows]))
-            finished += self._retire(cohort)
+            logits, experts = self._feed(cohort, torch.tensor([[row.token_ids[-1]] for row in cohort.rows]))
+            finished += self._advance(cohort, logits, experts)
         if self._waiting and room > 0:
             admitted, self._waiting = self._waiting[:room], self._waiting[room:]
-            cohort = _Cohort(admitted, torch.zeros(len(admitted), 0, dtype=torch.int64))
-            for row in admitted:
-                row.experts.clear()
-            texts = [[*row.request.prompt_ids, *row.token_ids] for row in admitted]
-            width = max(map(len, texts))
-            ids = torch.tensor([[0] * (width - len(text)) + text for text in texts])
-            mask = torch.tensor([[0] * (width - len(text)) + [1] * len(text) for text in texts])
-            self._advance(cohort, ids, mask)
-            finished += self._retire(cohort)
+            cohort, logits, experts = self._admit(admitted)
+            finished += self._advance(cohort, logits, experts)
             self._cohorts.append(cohort)
         self._cohorts = [cohort for cohort in self._cohorts if cohort.rows]
         return finished
 
-    def _advance(self, cohort: _Cohort, ids: Tensor, mask: Tensor | None = None) -> None:
-        """Feed `ids` [rows, new] and sample one token a row."""
+    def _admit(self, rows: list[_Running]) -> tuple[_Cohort, Tensor, list[Tensor]]:
+        """A cohort of rows with what `_feed` returns of them; texts that rows have in common are fed once."""
+        for row in rows:
+            row.experts.clear()
+        texts = [(*row.request.prompt_ids, *row.token_ids) for row in rows]
+        places = {text: place for place, text in enumerate(dict.fromkeys(texts))}
+        width = max(map(len, places))
+        cohort = _Cohort(rows, torch.zeros(len(places), 0, dtype=torch.int64))
+        logits, experts = self._feed(cohort, torch.tensor([[0] * (width - len(text)) + [*text] for text in places]),
+                                     torch.tensor([[0] * (width - len(text)) + [1] * len(text) for text in places]))
+        most = width + max(row.request.max_tokens - len(row.token_ids) for row in rows)
+        # Others than these, those of sliding windows for instance, keep their own ways.
+        cohort.cache.layers = [_RoomyLayer(layer, most) if type(layer) is DynamicLayer else layer
+                               for layer in cohort.cache.layers]
+        index = torch.tensor([places[text] for text in texts])
+        if len(places) < len(rows):
+            self._select(cohort, index)
+        return cohort, logits[index], [experts[place] for place in index.tolist()] if experts else []
+
+    def _feed(self, cohort: _Cohort, ids: Tensor, mask: Tensor | None = None) -> tuple[Tensor, list[Tensor]]:
+        """Feed `ids` [sequences, new]; logits [sequences, vocabulary] of what comes next, and each one's experts."""
         new = torch.ones_like(ids) if mask is None else mask
         cohort.mask = torch.cat([cohort.mask, new], dim=1)
         positions = (cohort.mask.cumsum(1) - 1).clamp(min=0)[:, -ids.shape[1]:]
@@ -118,11 +169,18 @@ class TransformersEngine(RolloutEngine):
                          position_ids=positions.to(self.device), past_key_values=cohort.cache, use_cache=True,
                          logits_to_keep=1, **({} if routing is None else {"routing": routing}))
         cohort.cache = out.past_key_values
-        if routing is not None:
-            routing.check()
-            for row, experts, fed in zip(cohort.rows, routing.own.cpu().chunk(len(ids)), new.bool(), strict=True):
-                row.experts.append(experts[fed])
-        self._sample(cohort.rows, out.logits[:, -1].float().cpu())
+        logits = out.logits[:, -1].float().cpu()
+        if routing is None:
+            return logits, []
+        routing.check()
+        return logits, [own[fed] for own, fed in zip(routing.own.cpu().chunk(len(ids)), new.bool(), strict=True)]
+
+    def _advance(self, cohort: _Cohort, logits: Tensor, experts: list[Tensor]) -> list[tuple[str, Completion]]:
+        """Sample a token for each row; returns those that finish with it, which leave the cohort."""
+        for row, own in zip(cohort.rows, experts, strict=False):
+            row.experts.append(own)
+        self._sample(cohort.rows, logits)
+        return self._retire(cohort)
 
     def _sample(self, rows: Sequence[_Running], logits: Tensor) -> None:
         """Append a token to each row, by the largest of its probabilities over exponential noise of its own.
@@ -158,11 +216,14 @@ class TransformersEngine(RolloutEngine):
                 keep.append(i)
                 self.progressed(row.request_id, row.token_ids, row.log_probs)
         if finished and keep:
-            index = torch.tensor(keep)
-            cohort.cache.batch_select_indices(index.to(self.device))
-            cohort.mask = cohort.mask[index]
+            self._select(cohort, torch.tensor(keep))
         cohort.rows = [cohort.rows[i] for i in keep]
         return finished
+
+    def _select(self, cohort: _Cohort, index: Tensor) -> None:
+        """Keep what is cached for the sequences `index`, in that order; they may repeat."""
+        cohort.mask = cohort.mask[index]
+        cohort.cache.batch_select_indices(index.to(self.device))
 
     def score(self, token_ids: Sequence[int]) -> list[float]:
         return [score.log_prob for score in self._scores(token_ids)]
