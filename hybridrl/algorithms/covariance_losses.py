@@ -21,7 +21,7 @@ from hybridrl.algorithms.losses import (
     fraction,
     masked_loss,
 )
-from hybridrl.algorithms.masked import exp_clamped, log_ratio, low_and_mean, select
+from hybridrl.algorithms.masked import exp_clamped, finite, log_ratio, low_and_mean, select
 from hybridrl.algorithms.tables import option
 from hybridrl.errors import ConfigError
 
@@ -36,7 +36,7 @@ def token_covariance(advantages: Tensor, old_log_probs: Tensor, mask: Tensor) ->
     """
     check_tokens(mask, advantages=advantages, old_log_probs=old_log_probs)
     score, lp = advantages.double(), old_log_probs.double()
-    usable = mask & (score + lp).isfinite()
+    usable = mask & finite(score + lp)
     score, lp = (x - sum(low_and_mean(x[usable])) for x in (score, lp))
     return select(score * lp, usable)
 
@@ -47,32 +47,22 @@ def _quota(frac: float, mask: Tensor) -> int:
     return min(count, max(1, int(frac * count)))
 
 
-def _largest(scores: Tensor, among: Tensor, tie_break: Tensor, quota: int) -> Tensor:
-    """[B, R] bool: the `quota` largest scores among `among`; equal ones by the larger tie_break."""
-    chosen = torch.zeros_like(among)
-    quota = min(quota, int(among.sum()))
-    if quota == 0:
-        return chosen
-    values = scores[among]
-    cut = values.topk(quota).values[-1]
-    chosen = among & (scores > cut)
-    tied = among & (scores == cut)
-    keys = tie_break[tied]
-    winners = torch.zeros_like(keys, dtype=torch.bool)
-    winners[keys.topk(quota - int(chosen.sum())).indices] = True
-    return chosen.masked_scatter(tied, winners)
+def _largest(among: Tensor, scores: Tensor, quota: int) -> Tensor:
+    """[B, R] bool: the `quota` tokens of `among` with the largest scores, one number for each of its tokens."""
+    winners = torch.zeros_like(scores, dtype=torch.bool)
+    winners[scores.topk(min(quota, len(scores))).indices] = True
+    return torch.zeros_like(among).masked_scatter(among, winners)
 
 
-def _random_keys(old_log_probs: Tensor, advantages: Tensor, mask: Tensor, seed: int) -> Tensor:
-    """[B, R] int64 pseudo-random keys from each token's own numbers, column and the seed.
+def _random_keys(old_log_probs: Tensor, advantages: Tensor, among: Tensor, seed: int) -> Tensor:
+    """[N] int64 pseudo-random keys of the tokens of `among`, from each token's own numbers, column and the seed.
 
     Keys of content, not of position: the choice follows a row through permutation and padding, is the same on
     every rank, and differs from step to step because log-probs do.
     """
-    bits = select(old_log_probs, mask).float().view(torch.int32).long()
-    more = select(advantages, mask).float().view(torch.int32).long()
-    keys = bits * 0x9E3779B1 + more * 0x85EBCA77 + torch.arange(mask.shape[1], device=mask.device) * 0xC2B2AE3D
-    keys = keys + seed * 0x27D4EB2F
+    bits, more = (x[among].float().view(torch.int32).long() for x in (old_log_probs, advantages))
+    column = torch.arange(among.shape[1], device=among.device).expand_as(among)[among]
+    keys = bits * 0x9E3779B1 + more * 0x85EBCA77 + column * 0xC2B2AE3D + seed * 0x27D4EB2F
     for multiplier in (0x2C1B3C6D297A2D39, 0x14057B7EF767814F):  # rounds of a multiply-xorshift mixer
         keys = (keys ^ (keys >> 29)) * multiplier
     return (keys ^ (keys >> 32)) & 0x7FFFFFFFFFFFFFFF
@@ -111,8 +101,8 @@ def prepare_clip_cov(columns: Mapping[str, Any], options: ClipCovOptions) -> dic
         ratio = exp_clamped(log_ratio(columns["log_probs"].detach(), old, mask))
         over = (advantages > 0) & (ratio > 1 + options.clip_high)
         candidates &= ~(over | ((advantages < 0) & (ratio < 1 - options.clip_low)))
-    keys = _random_keys(old, advantages, mask, options.seed)
-    return {"clip_cov_tokens": _largest(keys, candidates, keys, _quota(options.quota_frac, mask))}
+    keys = _random_keys(old, advantages, candidates, options.seed)
+    return {"clip_cov_tokens": _largest(candidates, keys, _quota(options.quota_frac, mask))}
 
 
 @POLICY_LOSSES.register(
@@ -166,9 +156,13 @@ class KlCovOptions:
 def prepare_kl_cov(columns: Mapping[str, Any], options: KlCovOptions) -> dict[str, Tensor]:
     """Choose the tokens with the largest covariance over the full mini-batch: kl_cov_tokens [B, R] bool."""
     advantages, old, mask = columns["advantages"], columns["old_log_probs"], columns["mask"]
-    keys = _random_keys(old, advantages, mask, 0)
-    cov = token_covariance(advantages, old, mask)
-    return {"kl_cov_tokens": _largest(cov, mask, keys, _quota(options.quota_frac, mask))}
+    cov, quota = token_covariance(advantages, old, mask), _quota(options.quota_frac, mask)
+    if quota == 0:
+        return {"kl_cov_tokens": torch.zeros_like(mask)}
+    cut = cov[mask].topk(quota).values[-1]
+    above, tied = mask & (cov > cut), mask & (cov == cut)
+    keys = _random_keys(old, advantages, tied, 0)  # equal covariances draw lots
+    return {"kl_cov_tokens": above | _largest(tied, keys, quota - int(above.sum()))}
 
 
 @POLICY_LOSSES.register(
