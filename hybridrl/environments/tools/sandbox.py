@@ -22,6 +22,14 @@ _NAMESPACES = kernel.NEW_MOUNTS | kernel.NEW_IPC | kernel.NEW_PIDS | kernel.NEW_
 _DEVICES = ("/dev/null", "/dev/zero", "/dev/random", "/dev/urandom")
 _SYSTEM = ("/usr", "/bin", "/sbin", "/lib", "/lib32", "/lib64", "/etc/ld.so.cache", "/etc/localtime")
 _HOME = "/sandbox"
+_REFUSED = {
+    "semget": 64, "shmget": 29, "msgget": 68, "memfd_create": 319, "memfd_secret": 447, "ptrace": 101, "add_key": 248,
+    "request_key": 249, "keyctl": 250, "unshare": 272, "perf_event_open": 298, "process_vm_readv": 310,
+    "process_vm_writev": 311, "bpf": 321, "userfaultfd": 323, "io_uring_setup": 425, "io_uring_enter": 426,
+    "io_uring_register": 427}
+"""System calls that are refused: memory that no limit counts, and rarely used parts of the kernel."""
+LEAST_FILES, BYTES_PER_FILE = 1024, 1 << 14
+"""Most files are one for so many bytes of memory: those without content take some, too."""
 MAX_OUTPUT_BYTES = 1 << 18
 """A program that writes more is ended; what a tool may return is a limit of its own."""
 FIRST_USER = 1_000_000
@@ -45,7 +53,7 @@ class Python:
         if min(memory_mb, processes, cpu_s) < 1:
             raise ValueError(f"limits must be at least 1, got {memory_mb}, {processes} and {cpu_s}")
         self._memory, self._processes, self._cpu_s = memory_mb << 20, processes, cpu_s
-        self.isolated = _succeeds(_leave)
+        self.isolated = _succeeds(_confine)
         """Whether programs have namespaces of their own."""
         if isolate and not self.isolated:
             raise ValueError("the kernel does not permit namespaces to this user; isolate=false runs programs with "
@@ -106,6 +114,7 @@ class Python:
         changed = _another_user(folder, user)
         kernel.signal_when_parent_ends(signal.SIGKILL)
         kernel.forgo_new_privileges()
+        kernel.refuse(_REFUSED.values())
         os.chdir(folder)
         # Before the limit on open files: the caller may have more open than a program is allowed.
         os.dup2(os.open(os.devnull, os.O_RDONLY), 0)
@@ -134,10 +143,18 @@ def _leave() -> None:
             opened.write(text)
 
 
+def _confine() -> None:
+    """What an isolated program is confined with and a kernel may lack."""
+    _leave()
+    kernel.forgo_new_privileges()
+    kernel.refuse(_REFUSED.values())
+
+
 def _new_root(folder: str, size: int) -> None:
     """Make an empty file system in memory the root, with the Python installation in it, which can only be read."""
     kernel.mount("none", "/", None, kernel.RECURSIVE | kernel.PRIVATE)
-    kernel.mount("tmpfs", folder, "tmpfs", kernel.NO_SUID | kernel.NO_DEVICES, f"size={size},mode=755")
+    kernel.mount("tmpfs", folder, "tmpfs", kernel.NO_SUID | kernel.NO_DEVICES,
+                 f"size={size},nr_inodes={max(LEAST_FILES, size // BYTES_PER_FILE)},mode=755")
     installation = {sys.prefix, sys.base_prefix, os.path.dirname(os.path.dirname(os.path.realpath(sys.executable)))}
     for path in sorted({*_SYSTEM, *_DEVICES, *installation}):
         target = folder + path

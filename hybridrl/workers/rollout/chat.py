@@ -89,11 +89,18 @@ class Chat:
                 ordinary.append(token)
                 continue
             if ordinary:
-                pieces.append(self._neutral_text(self._decode(ordinary)))
+                pieces.append(self._neutral_text(self._decode_after(ordinary)))
                 ordinary = []
             if token is not None:
                 pieces.append(str(self._added[token]))
         return "".join(pieces)
+
+    def _decode_after(self, ids: Sequence[int]) -> str:
+        """Text of tokens that continue another: some decoders drop the space that a text begins with."""
+        if self._anchor is None:
+            return self._decode(ids)
+        anchor, before = self._anchor
+        return self._decode([*before, *ids])[len(anchor):]
 
     def _decode(self, ids: Sequence[int], skip_special_tokens: bool = False) -> str:
         return self.tokenizer.decode(ids, skip_special_tokens=skip_special_tokens, clean_up_tokenization_spaces=False)

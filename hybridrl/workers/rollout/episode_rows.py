@@ -72,8 +72,10 @@ def episode_batch(batch: TensorDict, episodes: Sequence[Episode], decode: Callab
 
 def _trajectories(batch: TensorDict, i: int, episode: Episode) -> list[tuple[str, float, list[Row]]]:
     """Agent, reward and rows of each trajectory. An episode that failed before it had any has one without response."""
-    if not episode.conversations:
+    found = [(agent, conversation.reward, [row for row in conversation.rows if row.turns] or conversation.rows[:1])
+             for agent, conversation in episode.conversations.items()]
+    found = [trajectory for trajectory in found if trajectory[2]]  # none where the template refused what it was shown
+    if not found:
         prompt = rows_of(batch["prompt_ids"])[i].tolist() if "prompt_ids" in batch.keys() else []
         return [(AGENT, math.nan, [Row(prompt)])]
-    return [(agent, conversation.reward, [row for row in conversation.rows if row.turns] or conversation.rows[:1])
-            for agent, conversation in episode.conversations.items()]
+    return found

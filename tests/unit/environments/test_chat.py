@@ -100,6 +100,18 @@ def test_a_rewritten_history_is_noticed(tokenizers, template, said, rewritten):
     assert tokenizer.decode(ids) == whole
 
 
+def test_a_space_that_begins_a_response_is_part_of_it(tokenizers):
+    """As templates write that put it after their mark: the history is not rewritten, nor the space after `</think>`."""
+    tokenizer = chat_tokenizer("spaces")
+    tokenizer.chat_template = ("{% for m in messages %}{% if m.role == 'user' %}[user]{{ m.content }}[/user]{% else %} "
+                               "{{ m.content.strip() }}<|im_end|>{% endif %}{% endfor %}")
+    view, first = chat(tokenizer), {"role": "user", "content": "begin"}
+    sampled = tokenizer.convert_tokens_to_ids(["▁t", "</think>", "▁t", "<|im_end|>"])
+    assert view.text_of(sampled) == " t</think> t<|im_end|>"
+    held = view.opening([first], []).text + view.text_of(sampled)
+    assert not view.following(held, [first, view.spoken(sampled)], [first], []).rewritten
+
+
 def test_sampled_text_that_spells_a_control_token_does_not_become_one_when_history_is_rewritten(tokenizers):
     tokenizer = tokenizers["characters", "merging"]
     view = chat(tokenizer)

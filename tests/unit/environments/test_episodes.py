@@ -319,6 +319,17 @@ def test_one_episode_always_runs_and_a_cancelled_one_gives_its_place_back():
     assert asyncio.run(asyncio.wait_for(work(), 30)) == [3, 4]
 
 
+def test_an_episode_whose_first_message_the_template_refuses_is_one_that_failed(runner):
+    """It has a row like any other, so that a template without system messages does not make episodes vanish."""
+    tokenizer = chat_tokenizer("bytes")
+    tokenizer.chat_template = ("{% if messages[0].role == 'system' %}{{ raise_exception('no system') }}{% endif %}"
+                               + tokenizer.chat_template)
+    one = runner(scripted(tokenizer), tokenizer, f"{FAULTY}:Scripted", system_prompt="play")
+    batch = play(one, 3)
+    assert num_rows(batch) == 3 and all(torch.isnan(batch["rewards"])) and set(batch["finish_reason"]) == {"failed"}
+    assert all(error.startswith("invalid: the chat template refuses") for error in batch["reward_error"])
+
+
 # ---- 1,000 episodes with faults of every kind
 
 

@@ -94,6 +94,33 @@ def test_files_have_a_limit():
 
 
 @isolated
+@isolated
+def test_files_without_content_have_a_limit_too():
+    program = """
+n = 0
+try:
+    while n < 20000:
+        open(str(n), "w").close()
+        n += 1
+except OSError as error:
+    print(error.strerror, 7000 < n < 8192)"""
+    assert run(program, memory_mb=128) == (True, "No space left on device True\n")
+
+
+def test_memory_that_no_limit_counts_is_refused():
+    """Memory of files without a name, and segments of System V: neither is address space unless it is mapped."""
+    program = """
+import ctypes, os
+try:
+    os.memfd_create("x")
+except PermissionError:
+    print("refused")
+libc = ctypes.CDLL(None, use_errno=True)
+print(libc.shmget(0, 1 << 20, 0o1600), ctypes.get_errno(), libc.msgget(0, 0o1600))
+print(libc.syscall(425, 8, bytes(200)), libc.syscall(0x40000000 | 39))  # io_uring; getpid as x32 numbers it"""
+    assert run(program) == (True, "refused\n-1 1 -1\n-1 -1\n")
+
+
 def test_a_fork_bomb_runs_out_of_processes_and_leaves_none():
     mark = f"bomb{os.getpid()}"
     program = f"""
