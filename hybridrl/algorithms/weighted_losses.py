@@ -129,10 +129,12 @@ def sapo(
 
 @dataclass(kw_only=True)
 class DppoOptions:
+    divergence: str = option("tv", choices=("tv", "kl"))
+    """How far a token moved: the difference of its probabilities, or the KL of the token against all others."""
     delta_low: float = option(0.2, ge=0)
-    """Largest fall of a token's probability before a negative advantage stops acting on it."""
+    """Largest divergence of a token that became less likely before a negative advantage stops acting on it."""
     delta_high: float = option(0.2, ge=0)
-    """Largest rise of a token's probability before a positive advantage stops acting on it."""
+    """Largest divergence of a token that became more likely before a positive advantage stops acting on it."""
     ratio_max: float = option(20.0, gt=0)
     """Largest weight."""
 
@@ -144,24 +146,32 @@ def dppo(
     advantages: Tensor,
     mask: Tensor,
     *,
+    divergence: str = DppoOptions.divergence,
     delta_low: float = DppoOptions.delta_low,
     delta_high: float = DppoOptions.delta_high,
     ratio_max: float = DppoOptions.ratio_max,
 ) -> PolicyLoss:
     """Trust region on probabilities: L = -keep * sg(min(rho, ratio_max)) * A * log_probs.
 
-    keep = 0 where A > 0 and p - p_old > delta_high, or A < 0 and p_old - p > delta_low, p = exp(log_probs).
+    keep = 0 where A > 0, p > p_old and div > delta_high, or A < 0, p < p_old and div > delta_low, p = exp(log_probs);
+    div = |p - p_old| ("tv") or p_old log(p_old / p) + (1 - p_old) log((1 - p_old) / (1 - p)) ("kl").
     Arguments and errors as `cispo`; metrics clipfrac_low, clipfrac_high are the shares dropped.
-    Source: DPPO-TV, arXiv:2602.04879.
+    Source: DPPO, binary TV and binary KL, arXiv:2602.04879.
     """
     tokens = clean(log_probs, old_log_probs, advantages, mask)
     now, d = tokens.log_probs.detach(), tokens.log_ratio.detach()
-    rise = now.exp() - (now - d).exp()
+    rise = now.exp() - (now - d).exp() if divergence == "tv" else d.sign() * _binary_kl(now - d, now)
     too_high = (tokens.advantages > 0) & (rise > delta_high)
     too_low = (tokens.advantages < 0) & (-rise > delta_low)
     weight = torch.where(too_high | too_low, 0.0, exp_clamped(d).clamp(max=ratio_max))
     loss = -(weight * tokens.advantages) * tokens.log_probs
     return masked_loss(loss, tokens, mask, **_clipfracs(too_low, too_high, mask))
+
+
+def _binary_kl(old: Tensor, now: Tensor) -> Tensor:
+    """KL of coins that show heads with probability exp(old) and exp(now); tails keep at least 1e-8."""
+    old_rest, rest = (-x.expm1().clamp(max=-1e-8) for x in (old, now))
+    return old.exp() * (old - now) + old_rest * (old_rest / rest).log()
 
 
 @dataclass(kw_only=True)

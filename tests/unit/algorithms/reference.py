@@ -190,7 +190,11 @@ def token_loss(name: str, a: float, new: float, old: float, **o: Any) -> tuple[f
         s = 1 / (1 + math.exp(-tau * (rho - 1)))
         return -a * 4 / tau * s, -a * 4 * s * (1 - s) * rho * alive
     if name == "dppo":
-        rise = math.exp(new) - math.exp(old)
+        p, q = math.exp(new), math.exp(old)
+        rise = p - q
+        if o.get("divergence", "tv") == "kl":
+            kl = sum(x * math.log(x / y) for x, y in ((q, p), (max(1 - q, 1e-8), max(1 - p, 1e-8))))
+            rise = math.copysign(kl, rise)
         drop = (a > 0 and rise > o.get("delta_high", 0.2)) or (a < 0 and -rise > o.get("delta_low", 0.2))
         w = 0.0 if drop else min(rho, o.get("ratio_max", 20.0))
         return -w * a * new, -w * a

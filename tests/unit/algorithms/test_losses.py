@@ -37,6 +37,7 @@ LOSSES = [
     ("aipo", {"ratio_max": 1.2}),
     ("sapo", {}),
     ("dppo", {"delta_low": 0.02, "delta_high": 0.02, "ratio_max": 1.2}),
+    ("dppo", {"divergence": "kl", "delta_low": 0.01, "delta_high": 0.02}),
     ("clip_cov", {"quota_frac": 0.3, "cov_low": -0.5, "cov_high": 3.0}),
     ("kl_cov", {"quota_frac": 0.3}),
     ("decoupled_ppo", {"behaviour_cap": 1.1}),
@@ -282,6 +283,24 @@ def test_every_token_rejected():
             loss, gradient = total(name, options, prepared(name, options, columns), loss_weights("token-mean", columns))
             assert loss == 0, name
             assert not gradient.any(), name
+
+
+@pytest.mark.parametrize(("p", "old", "kl"), [
+    (0.7, 0.5, 0.5 * math.log(5 / 7) + 0.5 * math.log(5 / 3)),  # 0.0872
+    (0.75, 0.99, 0.99 * math.log(0.99 / 0.75) + 0.01 * math.log(0.01 / 0.25)),  # 0.2427
+    (0.5, 1.0, math.log(2)),
+])
+def test_dppo_measured_by_binary_kl(p, old, kl):
+    """A token is dropped above its divergence, and only where the advantage pushes it further."""
+    toward = 1.0 if p > old else -1.0
+    columns = {"log_probs": torch.tensor([[p]]).double().log(), "old_log_probs": torch.tensor([[old]]).double().log(),
+               "mask": torch.tensor([[True]])}
+    for sign, bound, dropped in ((1, 0.99, True), (1, 1.01, False), (-1, 0.5, False)):
+        options = {"divergence": "kl", "delta_low": bound * kl, "delta_high": bound * kl}
+        advantages = torch.tensor([[sign * toward]]).double()
+        got = policy_loss("dppo", {**columns, "advantages": advantages}, options)
+        assert got.loss.item() == pytest.approx(0 if dropped else -sign * toward * p / old * math.log(p))
+        assert float(got.metrics["clipfrac"].sum) == dropped
 
 
 def test_gmpo_keep_and_weights():
