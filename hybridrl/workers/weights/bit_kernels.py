@@ -8,10 +8,14 @@ Loops that each do one thing are kept apart: fused, they are three times slower.
 from collections.abc import Callable
 
 import numpy as np
-from numba import njit, uint64
+from numba import carray, njit, types, uint64
+from numba.extending import intrinsic
 
 BLOCK = 1 << 15
 """Words compared before their entries are fetched: small enough to stay in the processor's cache."""
+
+ENTRIES = 1 << 12
+"""Entries changed at a time, likewise."""
 
 # Odd constants with well-spread bits, as of splitmix64 and xxHash.
 _SPREAD, _VALUE = uint64(0x9E3779B97F4A7C15), uint64(0xC2B2AE3D27D4EB4F)
@@ -110,6 +114,60 @@ def _comparison(lane_bits: int) -> Callable[..., int]:
 
 COMPARE = {size: _comparison(8 * size) for size in (1, 2, 4, 8)}
 """Element size in bytes -> compare(base_words, current_words, base, current, index, old, new) -> entries found."""
+
+
+@intrinsic
+def _pointer(context, address):
+    """An address as a pointer, so that one call handles many arrays: they can't be passed as a list cheaply."""
+    def generate(context, builder, signature, arguments):
+        return builder.inttoptr(arguments[0], context.get_value_type(types.voidptr))
+
+    return types.voidptr(address), generate
+
+
+def _addition(size: int) -> Callable[..., None]:
+    """The addition for elements of so many bytes."""
+    kind = np.dtype(f"u{size}").type
+
+    @njit(nogil=True, cache=True)
+    def add_steps(bits_at, index_at, steps_at, ends, first, last, low, high):
+        """bits[index] += steps in several tensors, modulo the elements' width, for some of the entries.
+
+        Args:
+            bits_at, index_at, steps_at: addresses of each tensor's bits and of its positions (int64) and steps.
+            ends: where the entries of each tensor begin among all, and their number.
+            first, last: the range of entries to handle.
+            low, high: for how the sums of `digest_dense` change, by tensor; zeros.
+        """
+        old, new = np.empty(ENTRIES, kind), np.empty(ENTRIES, kind)
+        for tensor in range(bits_at.shape[0]):
+            start, stop = max(first, ends[tensor]), min(last, ends[tensor + 1])
+            if start >= stop:
+                continue
+            count = ends[tensor + 1] - ends[tensor]
+            index = carray(_pointer(index_at[tensor]), (count,), np.int64)[start - ends[tensor]:stop - ends[tensor]]
+            steps = carray(_pointer(steps_at[tensor]), (count,), kind)[start - ends[tensor]:stop - ends[tensor]]
+            bits = carray(_pointer(bits_at[tensor]), (index[-1] + 1,), kind)
+            low_sum, high_sum = uint64(0), uint64(0)
+            for at in range(0, stop - start, ENTRIES):
+                here, by = index[at:at + ENTRIES], steps[at:at + ENTRIES]
+                for k in range(here.shape[0]):
+                    old[k] = bits[uint64(here[k])]
+                for k in range(here.shape[0]):
+                    new[k] = kind(old[k] + by[k])
+                for k in range(here.shape[0]):
+                    x, y = _mixed(here[k], new[k]), _mixed(here[k], old[k])
+                    low_sum += x - y
+                    high_sum += _second(x) - _second(y)
+                for k in range(here.shape[0]):
+                    bits[uint64(here[k])] = new[k]
+            low[tensor], high[tensor] = low_sum, high_sum
+
+    return add_steps
+
+
+ADD_STEPS = {size: _addition(size) for size in (1, 2, 4, 8)}
+"""Element size in bytes -> add_steps."""
 
 
 @njit(nogil=True, cache=True)

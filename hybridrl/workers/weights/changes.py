@@ -7,6 +7,7 @@ accidents, not against someone who searches for collisions.
 """
 
 import threading
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -15,6 +16,7 @@ import torch
 from torch import Tensor
 
 from hybridrl.workers.weights import bit_kernels
+from hybridrl.workers.weights.threads import each, spans
 
 SIGNED = {1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 """Element size in bytes -> the integers that torch computes with."""
@@ -100,6 +102,46 @@ def overwrite(bits: Tensor, index: np.ndarray | None, values: np.ndarray) -> Non
         to_numpy(bits)[:] = values
     else:
         bit_kernels.store(to_numpy(bits), index, values)
+
+
+def add_steps(changes: Sequence[tuple[Tensor, np.ndarray, np.ndarray]]) -> list[Digest]:
+    """To the bits of some tensors, at each index [k] int64 ascending, add its step [k] unsigned, in place.
+
+    Returns by how much the tensors' digests change. Steps of the other sign undo it.
+    """
+    found: list[Digest] = [(0, 0)] * len(changes)
+    by_size: dict[int, list[int]] = {}
+    for number, (bits, index, steps) in enumerate(changes):
+        if bits.is_cuda:
+            old = fetch(bits, index)
+            change = Change(index, old, old + steps)
+            overwrite(bits, index, change.new)
+            found[number] = digest_after((0, 0), change)
+        else:
+            by_size.setdefault(bits.itemsize, []).append(number)
+    for size, numbers in by_size.items():
+        for number, sums in zip(numbers, _add_steps([changes[number] for number in numbers], size), strict=True):
+            found[number] = sums
+    return found
+
+
+def _add_steps(changes: Sequence[tuple[Tensor, np.ndarray, np.ndarray]], size: int) -> list[Digest]:
+    kept = [(bits, np.ascontiguousarray(index), np.ascontiguousarray(steps)) for bits, index, steps in changes]
+    bits_at, index_at, steps_at = (np.array(addresses, np.uint64) for addresses in zip(*[
+        (bits.data_ptr(), _address(index), _address(steps)) for bits, index, steps in kept], strict=True))
+    ends = np.cumsum([0, *(len(index) for _, index, _ in kept)])
+
+    def add(span: tuple[int, int]) -> np.ndarray:
+        sums = np.zeros((2, len(kept)), np.uint64)
+        bit_kernels.ADD_STEPS[size](bits_at, index_at, steps_at, ends, *span, *sums)
+        return sums
+
+    low, high = sum(each(spans(int(ends[-1])), add), start=np.zeros((2, len(kept)), np.uint64))
+    return list(zip(low.tolist(), high.tolist(), strict=True))
+
+
+def _address(array: np.ndarray) -> int:
+    return array.__array_interface__["data"][0]
 
 
 def digest(bits: np.ndarray, start: int = 0) -> Digest:

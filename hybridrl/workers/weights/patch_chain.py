@@ -9,10 +9,8 @@ A patch goes from one state to the next. The sender's base advances only when a 
 another base refuses, and a full state, accepted whatever is held, repairs it.
 """
 
-from collections.abc import Callable, Iterable, Mapping, Sequence
-from concurrent.futures import ThreadPoolExecutor
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
-from typing import TypeVar
 
 import numpy as np
 import torch
@@ -22,19 +20,19 @@ from hybridrl.errors import ConfigError, DamagedPatchError, PatchBaseError, Sync
 from hybridrl.workers.weights.changes import (
     Change,
     Digest,
+    add_steps,
+    added,
     as_bits,
     compare,
     digest,
     digest_after,
-    fetch,
     overwrite,
     to_numpy,
 )
 from hybridrl.workers.weights.patch import Patch, Sparse, State, TensorPatch, is_sparse, state_digest
 from hybridrl.workers.weights.patch_codec import decode, encode
+from hybridrl.workers.weights.threads import each
 
-Item = TypeVar("Item")
-Result = TypeVar("Result")
 Named = Iterable[tuple[str, Tensor]]
 
 
@@ -209,35 +207,16 @@ class PatchReceiver:
             raise DamagedPatchError(f"weight patch refused: {wrong[0]} is not what its digest says.")
 
     def _write_sparse(self, changes: dict[str, Sparse], results: dict[str, Digest], held: State | None) -> None:
-        """Write all changes, or, when any tensor would not become what was sent, none."""
-        replaced = each(list(changes.items()), lambda item: self._advance(*item, results[item[0]]))
-        wrong = [name for name, old in zip(changes, replaced, strict=True) if old is None]
+        """Write all changes; take them back when any tensor did not become what was sent."""
+        moved = self._add({name: (change.index, change.steps) for name, change in changes.items()})
+        wrong = [name for name, by in moved.items() if added(self._digests[name], by) != results[name]]
         if wrong:
-            for (name, change), old in zip(changes.items(), replaced, strict=True):
-                if old is not None:
-                    overwrite(self._bits[name], change.index, old)
+            self._add({name: (change.index, -change.steps) for name, change in changes.items()})
             self.state = held
             raise PatchBaseError(f"weight patch refused: {wrong[0]} would not become what was sent, so something else "
                                  "has changed it: send a full state.")
 
-    def _advance(self, name: str, change: Sparse, result: Digest) -> np.ndarray | None:
-        """Write one tensor's changes and return the bits they replaced; None, nothing written, if the digest objects.
-
-        Tensor by tensor: what was just read is still in the processor's cache.
-        """
-        bits = self._bits[name]
-        old = fetch(bits, change.index)
-        new = old + change.steps
-        if digest_after(self._digests[name], Change(change.index, old, new)) != result:
-            return None
-        overwrite(bits, change.index, new)
-        return old
-
-
-def each(items: Sequence[Item], function: Callable[[Item], Result]) -> list[Result]:
-    """function(item) for all items, on as many threads as torch computes with; the work releases the GIL."""
-    threads = min(torch.get_num_threads(), len(items))
-    if threads <= 1:
-        return [function(item) for item in items]
-    with ThreadPoolExecutor(threads) as pool:
-        return list(pool.map(function, items))
+    def _add(self, steps: dict[str, tuple[np.ndarray, np.ndarray]]) -> dict[str, Digest]:
+        """Add steps to some tensors; returns by how much the digests change."""
+        found = add_steps([(self._bits[name], *places) for name, places in steps.items()])
+        return dict(zip(steps, found, strict=True))

@@ -4,7 +4,7 @@
     8 bytes     length of the header, little-endian
     header      JSON: base and result as [version, digest]; for each tensor [name, dtype, shape, digest, entries (-1:
                 dense), bytes of gaps]; for each element size [bytes, planes]; the streams' sizes [plain, compressed]
-    body        the streams, each a zstd frame, then the dense tensors as they are
+    body        the streams, each a zstd frame or as it is, then the dense tensors as they are
     16 bytes    xxh3-128 of all that comes before
 
 The first stream holds the gaps between entries, over all sparse tensors in order. Then come, for each element size
@@ -15,7 +15,8 @@ the base that the header names, so what it writes are the absolute bits of the r
 import itertools
 import json
 import math
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
+from functools import partial
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -34,9 +35,14 @@ from hybridrl.workers.weights.patch_streams import (
     positions,
     steps_from,
 )
+from hybridrl.workers.weights.threads import each
 
 MAGIC = b"hrlpatch"
 FIXED, CHECKSUM = 16, 16
+
+
+_Frame = tuple[memoryview, int]
+"""What `compressed` made of a stream, and the stream's bytes."""
 
 
 class _Row(NamedTuple):
@@ -143,11 +149,14 @@ def _contents(rows: list[_Row], planes: dict[int, int], sizes: list[tuple[int, i
                                 f"{due} are due.")
     pieces = _cut(body, [packed for _, packed in sizes]
                   + [row.numel * row.itemsize for row in rows if row.entries < 0])
-    streams = iter([decompressed(next(pieces), plain) for plain, _ in sizes])
-    index = positions(next(streams), *(np.array([getattr(row, count) for row in sparse], np.int64)
-                                       for count in ("gap_bytes", "entries", "numel")))
-    steps = {size: steps_from([next(streams) for _ in range(count)], entries[size], size)
-             for size, count in planes.items()}
+    gaps, *frames = [(next(pieces), plain) for plain, _ in sizes]
+    counts = [np.array([getattr(row, count) for row in sparse], np.int64)
+              for count in ("gap_bytes", "entries", "numel")]
+    tasks: list[Callable[[], np.ndarray]] = [partial(_positions, gaps, counts)]
+    for size, count in planes.items():
+        tasks.append(partial(_steps, [frames.pop(0) for _ in range(count)], entries[size], size))
+    index, *found = each(tasks, lambda task: task())
+    steps = dict(zip(planes, found, strict=True))
     at, step_at = 0, dict.fromkeys(planes, 0)
     for row in rows:
         if row.entries < 0:
@@ -157,6 +166,14 @@ def _contents(rows: list[_Row], planes: dict[int, int], sizes: list[tuple[int, i
         yield Sparse(index[at:at + row.entries], steps[row.itemsize][first:first + row.entries])
         at += row.entries
         step_at[row.itemsize] += row.entries
+
+
+def _positions(gaps: _Frame, counts: list[np.ndarray]) -> np.ndarray:
+    return positions(decompressed(*gaps), *counts)
+
+
+def _steps(frames: list[_Frame], entries: int, itemsize: int) -> np.ndarray:
+    return steps_from([decompressed(*frame) for frame in frames], entries, itemsize)
 
 
 def _header(data: memoryview) -> tuple[Any, memoryview]:

@@ -1,4 +1,4 @@
-"""The byte streams of a sparse change: gaps between its positions, bit planes of its steps, zstd around each.
+"""The byte streams of a sparse change: gaps between its positions, bit planes of its steps; zstd where it pays.
 
 At a density of 1% a gap takes 8 bits, and a step of one or two units in the last place 2: near their entropy.
 """
@@ -13,6 +13,8 @@ from hybridrl.workers.weights import bit_kernels
 from hybridrl.workers.weights.changes import UNSIGNED
 
 _ZSTD = pyarrow.Codec("zstd", compression_level=1)
+WORTH = 0.9
+"""Largest share of its bytes that a stream is compressed to, or not at all."""
 
 
 def gap_bytes(index: np.ndarray, numel: int) -> np.ndarray:
@@ -63,12 +65,15 @@ def plane_bytes(entries: int) -> int:
 
 
 def compressed(stream: np.ndarray) -> bytes:
-    """One zstd frame."""
-    return _ZSTD.compress(stream, asbytes=True)
+    """One zstd frame; the stream as it is where that saves little, which is quicker to read."""
+    frame = _ZSTD.compress(stream, asbytes=True)
+    return frame if len(frame) < WORTH * len(stream) else stream.tobytes()
 
 
 def decompressed(frame: memoryview, size: int) -> np.ndarray:
-    """The `size` bytes in a zstd frame. Raises DamagedPatchError."""
+    """The `size` bytes that `compressed` made a frame of. Raises DamagedPatchError."""
+    if len(frame) == size:
+        return np.frombuffer(frame, np.uint8)
     try:
         plain = np.frombuffer(_ZSTD.decompress(frame, size), np.uint8)
     except (OSError, ValueError) as error:  # pyarrow's own errors are among them

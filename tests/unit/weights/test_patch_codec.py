@@ -231,13 +231,13 @@ def test_a_change_is_sparse_while_that_is_smaller():
 
 
 def test_size_at_one_percent():
-    """Uniformly spread steps of one or two units: 8.1 bits for the gap, 2 for the step."""
+    """Uniformly spread steps of one or two units: 8.6 bits for the gap, 2 for the step."""
     generator = torch.Generator().manual_seed(0)
     before = {"w": (torch.randn(2_000_000, generator=generator) * 0.02).bfloat16()}
     moved = torch.rand(2_000_000, generator=generator) < 0.01
     steps = torch.tensor([-2, -1, 1, 2], dtype=torch.int16)[torch.randint(4, (2_000_000,), generator=generator)]
     after = {"w": (before["w"].view(torch.int16) + steps * moved).view(torch.bfloat16)}
-    assert 4_000_000 / len(encode(patch_of(before, after))) > 150
+    assert 4_000_000 / len(encode(patch_of(before, after))) > 145
 
 
 # ---- damage
