@@ -71,8 +71,12 @@ class _RoomyLayer(DynamicLayer):
         return self.keys, self.values
 
     def batch_select_indices(self, indices: Tensor) -> None:
-        super().batch_select_indices(indices)
-        self.room = ()
+        if not self.room:
+            super().batch_select_indices(indices)
+            return
+        tokens = self.get_seq_length()
+        self.room = tuple(room.index_select(0, indices) for room in self.room)
+        self.keys, self.values = (room[..., :tokens, :] for room in self.room)
 
 
 class TransformersEngine(RolloutEngine):

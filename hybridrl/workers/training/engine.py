@@ -182,9 +182,12 @@ class TrainingEngine(ShardedModel):
         """This rank's micro-batches, as many as the rank with most of them has."""
         sizes, costs = fed_lengths(batch), self.costs(batch) or []
         budget = self.cfg.micro_batch_tokens * self.cfg.context_parallel
-        count = torch.tensor(len(cut(sizes, costs, budget)), device=self.device)
+        bins = cut(sizes, costs, budget)
+        count = torch.tensor(len(bins), device=self.device)
         dist.all_reduce(count, op=dist.ReduceOp.MAX)
-        return list(micro_batches(batch, cut(sizes, costs, budget, int(count)), self.device, self.kernel, self.shares))
+        if count > len(bins):
+            bins = cut(sizes, costs, budget, int(count))
+        return list(micro_batches(batch, bins, self.device, self.kernel, self.shares))
 
     def _reduce_gradients(self, now: bool) -> None:
         """Let the next backward pass add gradients up over ranks, or leave them whole on this rank until one does."""
