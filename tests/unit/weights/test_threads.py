@@ -1,6 +1,5 @@
 """Work shared out over threads."""
 
-import os
 import threading
 
 import pytest
@@ -27,12 +26,3 @@ def test_results_are_in_order_and_errors_arrive(monkeypatch, threads):
         each(range(running), meet)
     assert len(set(met)) == running  # nothing goes on once it has raised
     assert [b for _, b in spans(1000)] == [a for a, _ in spans(1000)][1:] + [1000]
-
-
-def test_a_forked_process_has_threads_of_its_own(monkeypatch):
-    monkeypatch.setattr(torch, "get_num_threads", lambda: 2)
-    each([1, 2], str)
-    child = os.fork()
-    if child == 0:
-        os._exit(each([1, 2], str) != ["1", "2"])
-    assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 0
