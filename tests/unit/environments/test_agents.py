@@ -1,5 +1,6 @@
 """Agents written with OpenAI's client as environments: what they call becomes exact rows, whatever they do."""
 
+import asyncio
 import collections
 import json
 import math
@@ -16,6 +17,8 @@ from hybridrl.controller.player import Player, episode_metrics
 from hybridrl.environments.binding import bind
 from hybridrl.errors import ConfigError, EpisodeError
 from hybridrl.workers.rollout.chat import Chat
+from hybridrl.workers.rollout.endpoint.caller import EpisodeCaller
+from hybridrl.workers.rollout.endpoint.calls import chat_call
 from hybridrl.workers.rollout.episodes import EpisodeRunner
 from tests.unit.environments.chats import chat_tokenizer
 from tests.unit.environments.engines import ScriptedEngine
@@ -383,12 +386,27 @@ def test_answers_to_one_call_are_rows_of_their_own(runner):
 
 
 def test_an_agent_that_makes_no_call_for_too_long_is_a_timeout(runner):
-    """The time between calls is that of a step; calls themselves may take as long as the engine needs."""
     tokenizer = chat_tokenizer("bytes")
-    one = runner(scripted(tokenizer), tokenizer, limits={"turn_timeout_s": 5.0})
-    batch = play(one, 2, task=doing("hang", "fine"))
-    assert [str(error) for error in batch["reward_error"]] == [
-        "timeout: run: neither a call nor a result within 5 s", "None"]
+    batch = play(runner(scripted(tokenizer), tokenizer, limits={"turn_timeout_s": 2.0}), 1, task=doing("hang"))
+    assert list(batch["reward_error"]) == ["timeout: run: neither a call nor a result within 2 s"]
+
+
+def test_a_call_may_take_as_long_as_the_engine_needs():
+    """The clock of `turn_timeout_s` stands while a call is under way, and starts anew after the last of them."""
+    async def deadlines():
+        caller = EpisodeCaller(ScriptedEngine([1], [2]), None, None, 9, "hermes", 1.0, response_tokens=9, turn_tokens=9,
+                               seed_of=None, max_calls=9, holds=None, turn_timeout_s=1000.0)
+        call = chat_call({"messages": [{"role": "user", "content": "hi"}]})
+        async with caller.watched():
+            began = caller._patience.when()
+            with caller.answering(call):
+                with caller.answering(call):
+                    pass
+                during = caller._patience.when()
+            return began, during, caller._patience.when()
+
+    began, during, after = asyncio.run(deadlines())
+    assert during is None and after >= began
 
 
 def test_a_call_in_flight_ends_with_its_episode(runner):

@@ -22,8 +22,8 @@ NEUTRAL: dict[str, tuple[Any, ...]] = {
     "modalities": (["text"],), "tool_choice": ("auto", "none"), "functions": ([],), "top_k": (-1, 0), "min_p": (0,),
     "repetition_penalty": (1,)}
 """Parameters that are understood, and the values of them that are accepted."""
-_FORCES = (": what forces tokens on the model samples from another distribution than the policy's, whose log-probs "
-           "training computes")
+_FORCES = (": the model would not sample from the policy's whole distribution, whose log-probs are those that training "
+           "computes")
 REASONS = dict.fromkeys(("tool_choice", "response_format", "top_p", "top_k", "min_p", "logit_bias"), _FORCES)
 """Why other values are not accepted, where it isn't plain."""
 IGNORED = ("user", "metadata", "store", "safety_identifier", "prompt_cache_key", "service_tier")
