@@ -10,14 +10,15 @@ class ScriptedEngine(RolloutEngine):
 
     Who listens is told all but the last tokens before the last step.
 
-    `served` is [(prompt ids, completion)] of all requests that finished. `before_step` runs before each step.
+    `asked` is [(prompt ids, completion)] of all requests, `served` of those that finished. `before_step`
+    runs before each step.
     """
 
     def __init__(self, tokens, stop_ids, script=None, longest=12, stop_frac=0.8, cache_tokens=None):
         super().__init__(stop_ids)
         self.tokens, self.script, self.longest, self.stop_frac = list(tokens), script, longest, stop_frac
         self.capacity = cache_tokens
-        self.running, self.served, self.most_running = {}, [], 0
+        self.running, self.asked, self.served, self.most_running = {}, [], [], 0
         self.before_step = lambda: None
         self.load_weights([], version=7)
 
@@ -37,6 +38,7 @@ class ScriptedEngine(RolloutEngine):
         ids = ids if first is None else ids[:first + 1]
         done = Completion(ids, [-rng.random() for _ in ids], [self.version] * len(ids),
                           "stop" if ids[-1] in self.stop_ids else "length")
+        self.asked.append((list(request.prompt_ids), done))
         self.running[request_id] = [self.steps(ids, rng), list(request.prompt_ids), done]
 
     def steps(self, ids, rng):

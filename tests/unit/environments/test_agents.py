@@ -168,12 +168,13 @@ def test_tools_streams_stop_texts_and_a_changed_past_are_exact_too(runner, templ
                  limits={"max_turns": 20, "chat_template": template is not None})
     batch = play(one, 6, task=doing("wild") * 6)
     assert set(batch["reward_error"]) == {None} and batch["rewards"].tolist() == [1.0] * num_rows(batch)
-    left, cut = list(served_by(engine).elements()), 0
+    left, cut = [(tuple(fed), tuple(c.token_ids), tuple(torch.tensor(c.log_probs).tolist()))
+                 for fed, c in engine.asked], 0
     for fed, ids, log_probs in sampled_in(batch):
         (place, *_) = (i for i, served in enumerate(left)
                        if served[0] == fed and (served[1][:len(ids)], served[2][:len(ids)]) == (ids, log_probs))
         cut += left.pop(place)[1] != ids
-    assert not left and 0 < cut < 24 and len(engine.served) == 48
+    assert not left and 0 < cut < 24 and len(engine.asked) == 48
 
 
 def test_calls_at_the_same_time_are_rows_of_their_own(runner):
