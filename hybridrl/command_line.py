@@ -22,18 +22,26 @@ Config = TypeVar("Config")
 def recipe(name: str, config_class: type[Config]) -> Callable[[Callable[[Config], None]], Callable[..., None]]:
     """Make a recipe's function a command: `main()` reads the command line, `main(config)` just runs.
 
+    Models are checked against the options before the function is called, see `check_models`.
+
     A ConfigError exits with 2 and any other error of ours with 1, in one line on stderr; Ctrl-C exits with 130.
     """
 
     def decorate(function: Callable[[Config], None]) -> Callable[..., None]:
+        def checked(cfg: Config) -> None:
+            from hybridrl.workers.preflight import check_models  # heavy, and of no use to a misspelt option
+
+            check_models(cfg)
+            function(cfg)
+
         @functools.wraps(function)
         def main(cfg: Config | None = None) -> None:
             if cfg is not None:
-                return function(cfg)
+                return checked(cfg)
             try:
                 parsed = _command_line(name, config_class, inspect.getdoc(function), sys.argv[1:])
                 if parsed is not None:
-                    function(parsed)
+                    checked(parsed)
             except HybridRLError as error:
                 print(f"{name}: {error}", file=sys.stderr)
                 trace = error.remote_traceback.rstrip("\n") if isinstance(error, WorkerError) else ""

@@ -60,7 +60,7 @@ def check_model(folder: Path) -> None:
     if not any(all((folder / name).is_file() for name in names) for names in TOKENIZER_FILES):
         accepted = ", ".join(" with ".join(names) for names in TOKENIZER_FILES)
         raise ModelError(f"Model folder {folder} has no tokenizer: needs one of {accepted}.")
-    for name in ("tokenizer.json", "tokenizer_config.json"):
+    for name in ("tokenizer.json", "tokenizer_config.json", "generation_config.json"):
         if (folder / name).is_file():
             _read_json(folder / name)
 
@@ -196,10 +196,44 @@ KNOWN_MODELS: dict[str, Callable[[], Path]] = {"smollm2": _smollm2}
 
 
 def load_tokenizer(cfg: ModelConfig) -> Any:
-    """The tokenizer of a model, from its folder. Raises ModelError as `resolve_model` does."""
+    """The tokenizer of a model, from its folder. Raises ModelError as `resolve_model` does, or naming what is wrong."""
     from transformers import AutoTokenizer
 
-    return AutoTokenizer.from_pretrained(resolve_model(cfg.path), trust_remote_code=cfg.trust_remote_code)
+    folder = resolve_model(cfg.path)
+    try:
+        return AutoTokenizer.from_pretrained(folder, trust_remote_code=cfg.trust_remote_code, local_files_only=True)
+    except Exception as error:  # whatever transformers, and the folder's own code, stumble over
+        raise unreadable("tokenizer", folder, error) from error
+
+
+def load_config(cfg: ModelConfig) -> Any:
+    """The transformers config of a model, from its folder. Raises ModelError as `load_tokenizer` does."""
+    from transformers import AutoConfig
+
+    folder = resolve_model(cfg.path)
+    try:
+        return AutoConfig.from_pretrained(folder, trust_remote_code=cfg.trust_remote_code, local_files_only=True)
+    except Exception as error:
+        raise unreadable("config", folder, error) from error
+
+
+def unreadable(what: str, folder: Path, error: Exception) -> ModelError:
+    """The error, in one line, for a part of a model folder that transformers can't read."""
+    if "trust_remote_code" in str(error):
+        return ModelError(f"Model folder {folder} carries Python code of its own, which nothing runs unless you trust "
+                          "it: set trust_remote_code=true beside the model's path.")
+    reason = " ".join(str(error).split())
+    if not isinstance(error, ValueError | OSError | ImportError):  # else a message alone may be a mere name
+        reason = f"{type(error).__name__}: {reason}"
+    return ModelError(f"Can't read the {what} of model folder {folder}: {reason}")
+
+
+def check_vocabulary(cfg: ModelConfig) -> None:
+    """Raise ModelError when a model's tokenizer, special tokens aside, writes ids that the model doesn't know."""
+    tokens, known = load_tokenizer(cfg).vocab_size, vocabulary_of(cfg)
+    if tokens > known:
+        raise ModelError(f"Model folder {cfg.path} has a tokenizer of {tokens} tokens and a model of {known}: they are "
+                         "of two different models.")
 
 
 def same_tokenizer(one: Any, other: Any) -> bool:
@@ -229,26 +263,19 @@ def check_same_vocabulary(one: Any, other: Any) -> None:
 
 def vocabulary_of(cfg: ModelConfig) -> int:
     """Rows of a model's embedding: token ids below it are known, also those that its tokenizer never uses."""
-    from transformers import AutoConfig
-
-    folder = resolve_model(cfg.path)
-    config = AutoConfig.from_pretrained(folder, trust_remote_code=cfg.trust_remote_code, local_files_only=True)
-    return config.get_text_config().vocab_size
+    return load_config(cfg).get_text_config().vocab_size
 
 
-def check_context(folder: Path, tokens: int, key: str, trust_remote_code: bool = False) -> None:
-    """Raise ConfigError when a model has fewer positions than `tokens`, which `key` asks for.
+def check_context(cfg: ModelConfig, tokens: int, key: str, what: str = "model") -> None:
+    """Raise ConfigError when a model has fewer positions than `tokens`, which `key` asks for; `what` it is to the user.
 
     Rotary positions that are scaled may go further than the config's number of them: then nothing is refused.
     """
-    from transformers import AutoConfig
-
-    config = AutoConfig.from_pretrained(folder, trust_remote_code=trust_remote_code, local_files_only=True)
-    config = config.get_text_config()
+    config = load_config(cfg).get_text_config()
     positions = getattr(config, "max_position_embeddings", None)
     rotary = getattr(config, "rope_parameters", None) or {}
     if positions is not None and tokens > positions and rotary.get("rope_type", "default") == "default":
-        raise ConfigError(f"{key} must be at most the {positions} positions of the model, got {tokens}.")
+        raise ConfigError(f"{key} must be at most the {positions} positions of the {what}, got {tokens}.")
 
 
 def check_classifier(folder: Path) -> None:

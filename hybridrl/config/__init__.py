@@ -15,7 +15,7 @@ from hybridrl.config.algorithm import (
     OverlongConfig,
     ShapingConfig,
 )
-from hybridrl.config.checks import check, validate_all
+from hybridrl.config.checks import check, configs_in, validate_all
 from hybridrl.config.cluster import ClusterConfig
 from hybridrl.config.data import DataConfig, EvalDataConfig
 from hybridrl.config.distill import DistillConfig, DistillOptionsConfig, DistillRewardConfig, TeacherConfig
@@ -49,5 +49,5 @@ __all__ = [
     "OptionalRewardConfig", "OverlongConfig", "PPOConfig", "PolicyConfig", "RECIPES", "ReferenceConfig",
     "RewardConfig", "RewardFunctionConfig", "RewardModelConfig", "RolloutConfig", "SFTConfig", "SFTPolicyConfig",
     "ServeConfig", "ServePolicyConfig", "ShapingConfig", "SuiteConfig", "SyncConfig", "TeacherConfig",
-    "TrainerConfig", "TrainingConfig", "check", "validate_all",
+    "TrainerConfig", "TrainingConfig", "check", "configs_in", "validate_all",
 ]

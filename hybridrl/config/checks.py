@@ -1,6 +1,7 @@
 """Checks that options share: each raises ConfigError in one line that names the key, the value and what is accepted."""
 
 import inspect
+from collections.abc import Iterator
 from dataclasses import fields, is_dataclass
 from typing import Any
 
@@ -35,17 +36,23 @@ def check_seed(value: int, key: str = "seed") -> None:
     check(0 <= value < 2**32, key, value, f"from 0 to {2**32 - 1}")
 
 
-def validate_all(config: Any, key: str = "") -> None:
-    """Run every `validate` of a config and the configs in it, inner ones first.
-
-    A `validate` that takes an argument gets the dotted key of its config. Raises ConfigError.
-    """
+def configs_in(config: Any, key: str = "") -> Iterator[tuple[str, Any]]:
+    """A config and the configs in it, inner ones first, each with its dotted key."""
     for name in (f.name for f in fields(config)):
         value, inner = getattr(config, name), f"{key}.{name}" if key else name
         nodes = {f"{inner}[{i}]": item for i, item in enumerate(value)} if isinstance(value, list) else {inner: value}
         for node_key, node in nodes.items():
             if is_dataclass(node):
-                validate_all(node, node_key)
-    if hasattr(config, "validate"):
-        takes_key = inspect.signature(config.validate).parameters
-        config.validate(*([key] if takes_key else []))
+                yield from configs_in(node, node_key)
+    yield key, config
+
+
+def validate_all(config: Any, key: str = "") -> None:
+    """Run every `validate` of a config and the configs in it, inner ones first.
+
+    A `validate` that takes an argument gets the dotted key of its config. Raises ConfigError.
+    """
+    for node_key, node in configs_in(config, key):
+        if hasattr(node, "validate"):
+            takes_key = inspect.signature(node.validate).parameters
+            node.validate(*([node_key] if takes_key else []))

@@ -29,7 +29,7 @@ class CriticWorker(Worker):
 
     def __init__(self, context: WorkerContext, model: ModelConfig, cfg: TrainingConfig):
         super().__init__(context)
-        self.training = TrainingEngine(model, cfg, self.device, module=ValueModel)
+        self.training = TrainingEngine(model, cfg, self.device, module=ValueModel, key="critic.training")
         self.training.offload()
 
     def peers(self, axis: str) -> int:

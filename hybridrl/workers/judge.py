@@ -34,9 +34,7 @@ class JudgeWorker(Worker):
     def __init__(self, context: WorkerContext, cfg: JudgeConfig, seed: int = 0):
         super().__init__(context)
         self.cfg, self.tokenizer = cfg, load_tokenizer(cfg)
-        if cfg.chat_template and not self.tokenizer.chat_template:
-            raise ConfigError(f"reward.judge.path={cfg.path} has no chat template; reward.judge.chat_template=false "
-                              "asks in plain text.")
+        check_chat_template(cfg, self.tokenizer)
         self.words = {word.lower(): score for word, score in cfg.words.items()}
         self.engine = frozen_engine(cfg, cfg.rollout, self.tokenizer, self.device, seed, "reward.judge.rollout")
 
@@ -103,6 +101,12 @@ class JudgeWorker(Worker):
 
     def close(self) -> None:
         self.engine.close()
+
+
+def check_chat_template(cfg: JudgeConfig, tokenizer: Any, key: str = "reward.judge") -> None:
+    """Raise ConfigError when a judge is to be asked with a chat template that its tokenizer lacks."""
+    if cfg.chat_template and not tokenizer.chat_template:
+        raise ConfigError(f"{key}.path={cfg.path} has no chat template; {key}.chat_template=false asks in plain text.")
 
 
 def _seed(seed: int | None, sample: int) -> int | None:

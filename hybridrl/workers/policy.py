@@ -29,7 +29,7 @@ from hybridrl.workers.rollout.episode_rows import episode_batch, tasks_of
 from hybridrl.workers.rollout.episodes import EpisodeRunner
 from hybridrl.workers.rollout.transformers_engine import TransformersEngine
 from hybridrl.workers.rollout.vllm_engine import VLLMEngine, rollout_dtype
-from hybridrl.workers.routing import experts_column
+from hybridrl.workers.routing import Mixture, experts_column
 from hybridrl.workers.trainer import TrainerWorker
 from hybridrl.workers.training.engine import LossFunction
 from hybridrl.workers.weights.delta_sync import DeltaSync
@@ -59,9 +59,7 @@ class PolicyWorker(TrainerWorker):
         self.cfg = cfg
         self.folder = resolve_model(cfg.model.path)
         self.dtype = getattr(torch, rollout_dtype(cfg.rollout, self.device))
-        if cfg.routing_replay != "off" and self.training.model.mixture is None:
-            raise ConfigError(f"policy.routing_replay must be off for a model without experts, got "
-                              f"{cfg.routing_replay!r}: {cfg.model.path} has none.")
+        check_routing(cfg, self.training.model.mixture)
         self.training.replay, self.training.compare_routing = cfg.routing_replay, cfg.routing_compare
         self.rollout = self._build_rollout(seed)
         kind = DeltaSync if cfg.sync.mode == "delta" else WeightSync
@@ -78,8 +76,8 @@ class PolicyWorker(TrainerWorker):
     def _build_rollout(self, seed: int) -> RolloutEngine:
         stop, keep = stop_ids(self.folder, self.tokenizer), self.cfg.routing_replay == "rollout"
         if self.cfg.rollout.engine == "transformers":
-            check_context(self.folder, self.cfg.rollout.context,
-                          "policy.rollout.max_prompt_tokens + max_response_tokens", self.cfg.model.trust_remote_code)
+            check_context(self.cfg.model, self.cfg.rollout.context,
+                          "policy.rollout.max_prompt_tokens + max_response_tokens")
             return TransformersEngine(self.folder, self.device, self.dtype, stop, self.cfg.rollout.max_running,
                                       self.cfg.model.trust_remote_code, keep_experts=keep)
         lora = self.cfg.training.lora if self.cfg.sync.lora == "adapter" else None
@@ -258,3 +256,10 @@ class PolicyWorker(TrainerWorker):
         for runner in self._runners.values():
             runner.close()
         self.rollout.close()
+
+
+def check_routing(cfg: PolicyConfig, mixture: Mixture | None) -> None:
+    """Raise ConfigError where routing is to be replayed in a model without experts."""
+    if cfg.routing_replay != "off" and mixture is None:
+        raise ConfigError(f"policy.routing_replay must be off for a model without experts, got {cfg.routing_replay!r}: "
+                          f"{cfg.model.path} has none.")

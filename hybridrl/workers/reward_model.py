@@ -98,7 +98,8 @@ class RewardModelWorker(Worker):
         return f"the text has {len(ids)} tokens, more than reward.model.max_tokens={self.cfg.max_tokens}"
 
 
-def chosen_template(cfg: RewardModelConfig, tokenizer: Any, policy_tokenizer: Any) -> str:
+def chosen_template(cfg: RewardModelConfig, tokenizer: Any, policy_tokenizer: Any,
+                    key: str = "reward.model") -> str:
     """What the model reads: `tokens`, `chat` or a text with placeholders.
 
     Raises ConfigError when its tokenizer can't do what `cfg.template` asks for.
@@ -107,8 +108,8 @@ def chosen_template(cfg: RewardModelConfig, tokenizer: Any, policy_tokenizer: An
     if not cfg.template:
         return "tokens" if same else "chat" if tokenizer.chat_template else "{prompt}{response}"
     if cfg.template == "tokens" and not same:
-        raise ConfigError(f"reward.model.template=tokens needs the policy's tokenizer; that of {cfg.path} is another "
+        raise ConfigError(f"{key}.template=tokens needs the policy's tokenizer; that of {cfg.path} is another "
                           f"one than that of {policy_tokenizer.name_or_path}.")
     if cfg.template == "chat" and not tokenizer.chat_template:
-        raise ConfigError(f"reward.model.template=chat needs a chat template, which {cfg.path} lacks.")
+        raise ConfigError(f"{key}.template=chat needs a chat template, which {cfg.path} lacks.")
     return cfg.template

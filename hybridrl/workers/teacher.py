@@ -35,10 +35,8 @@ class TeacherWorker(Worker):
                                 logits_chunk_tokens=cfg.logits_chunk_tokens)
         self.training = TrainingEngine(cfg.model, engine, self.device, trainable=False, module=TeacherModel)
         self.temperature, self.vocabulary = options.teacher_temperature, vocabulary_of(cfg.model)
-        # Heads may be padded to different sizes beyond the tokens that both tokenizers know.
-        shared = min(self.vocabulary, vocabulary_of(policy))
         self.top_k = options.top_k if options.loss == "top_k" else 0
-        check(self.top_k <= shared, "distill.top_k", self.top_k, f"at most the {shared} tokens of the vocabulary")
+        shared = check_top_k(self.top_k, cfg.model, policy)
         self.training.model.top_k, self.training.model.vocabulary = self.top_k, shared
         self.training.offload()
 
@@ -62,6 +60,14 @@ class TeacherWorker(Worker):
             put(batch, "teacher_top_ids", found["top_ids"])
             put(batch, "teacher_top_log_probs", found["top_log_probs"])
         return batch
+
+
+def check_top_k(top_k: int, teacher: ModelConfig, policy: ModelConfig) -> int:
+    """Token ids that both models know. Raises ConfigError unless they are `top_k` at least."""
+    # Heads may be padded to different sizes beyond the tokens that both tokenizers know.
+    shared = min(vocabulary_of(teacher), vocabulary_of(policy))
+    check(top_k <= shared, "distill.top_k", top_k, f"at most the {shared} tokens of the vocabulary")
+    return shared
 
 
 def _with_ids(batch: TensorDict, ids: Tensor, sizes: Tensor) -> TensorDict:

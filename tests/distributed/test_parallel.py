@@ -313,7 +313,8 @@ def test_every_optimizer_gives_the_same_on_shards_and_after_a_restart(outcome, o
 
 def test_layouts_that_do_not_fit_are_refused_by_every_rank(outcome):
     for result in outcome[2]:
-        assert result["heads"] == ("ModelError", "training.context_parallel must divide the model's 3 attention "
+        assert result["heads"] == ("ModelError", "policy.training.context_parallel must divide the model's 3 attention "
                                                  "heads, got 2; accepted: 1, 3.")
-        assert result["ranks"] == [("ConfigError", f"training.{name} must divide the 2 ranks of its devices, got 3; "
-                                                   "accepted: 1, 2.") for name in ("shard_ranks", "context_parallel")]
+        assert result["ranks"] == [("ConfigError", f"policy.training.{name} must divide the 2 ranks of its devices, "
+                                                   "got 3; accepted: 1, 2.")
+                                   for name in ("shard_ranks", "context_parallel")]

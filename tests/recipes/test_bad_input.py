@@ -91,22 +91,22 @@ def damaged(folder: Path, what: str) -> Path:
 def test_models_that_cannot_be_used(refusal, model, sums, tmp_path, recipe, what, message):
     folder = damaged(Path(shutil.copytree(model, tmp_path / "model")), what)
     trainer = [f"trainer.run_dir={tmp_path / 'run'}"] if recipe != "evaluate" else []
+    short = ["max_tokens=64"] if recipe == "sft" else ["policy.rollout={max_prompt_tokens:64,max_response_tokens:64}"]
     code, (line,) = refusal([f"recipes.{recipe}", "cluster.backend=local", f"policy.model.path={folder}",
-                             f"data.path={sums}", *trainer])
+                             f"data.path={sums}", *short, *trainer])
     assert code == 1 and line.startswith(f"{recipe}: ") and str(folder) in line and message in line
 
 
-def test_weights_that_do_not_fit_the_config(start, model, sums, tmp_path):
-    """Found by the worker that loads them."""
+def test_weights_that_do_not_fit_the_config(refusal, model, sums, tmp_path):
+    """Found before a worker starts."""
     folder = Path(shutil.copytree(model, tmp_path / "model"))
     config = json.loads((folder / "config.json").read_text())
     (folder / "config.json").write_text(json.dumps(config | {"num_hidden_layers": 3}))
-    command = start("recipes.sft", "cluster.backend=local", f"policy.model.path={folder}", f"data.path={sums}",
-                    "data.response_field=answer", f"trainer.run_dir={tmp_path / 'run'}")
-    assert command.wait() == 1
-    assert command.err.splitlines()[-1].startswith("sft: policy rank 0: ModelError: Model folder ")
-    assert "lacks weights that its config asks for: model.layers.2." in command.err.splitlines()[-1]
-    assert "Traceback" not in command.err
+    code, (line,) = refusal(["recipes.sft", f"policy.model.path={folder}", f"data.path={sums}",
+                             "data.response_field=answer", f"trainer.run_dir={tmp_path / 'run'}"])
+    assert code == 1 and line.startswith(f"sft: Model folder {folder} ")
+    assert "lacks weights that its config asks for: model.layers.2." in line
+    assert not (tmp_path / "run").exists()
 
 
 @pytest.mark.parametrize("rows, words, message", [
@@ -190,8 +190,9 @@ def test_rewards_that_fail_are_counted_and_left_out(start, run, small, tmp_path)
 @pytest.fixture(scope="module")
 def sft(model, sums) -> list[str]:
     return ["recipes.sft", "cluster.backend=local", f"policy.model.path={model}", f"data.path={sums}",
-            "data.response_field=answer", "policy.training.learning_rate=1e-2", "trainer.prompts_per_step=3",
-            "trainer.trackers=[]", "trainer.export=false", "trainer.checkpoint_every=1", "trainer.keep_checkpoints=9"]
+            "data.response_field=answer", "max_tokens=64", "policy.training.learning_rate=1e-2",
+            "trainer.prompts_per_step=3", "trainer.trackers=[]", "trainer.export=false",
+            "trainer.checkpoint_every=1", "trainer.keep_checkpoints=9"]
 
 
 @pytest.fixture(scope="module")

@@ -22,7 +22,7 @@ def examples(tmp_path_factory) -> Path:
 @pytest.fixture(scope="module")
 def words(model, examples) -> list[str]:
     return ["recipes.sft", "cluster.backend=local", f"policy.model.path={model}", f"data.path={examples}",
-            "policy.training.learning_rate=1e-2", "trainer.prompts_per_step=20", "trainer.steps=80",
+            "max_tokens=64", "policy.training.learning_rate=1e-2", "trainer.prompts_per_step=20", "trainer.steps=80",
             "trainer.trackers=[]"]
 
 

@@ -454,6 +454,10 @@ import sys
 from hybridrl.command_line import recipe
 from hybridrl.config import GRPOConfig
 from hybridrl.errors import DataError, WorkerError
+from types import SimpleNamespace
+
+# this script has no model; see test_preflight.py
+sys.modules["hybridrl.workers.preflight"] = SimpleNamespace(check_models=lambda cfg: None)
 
 @recipe("grpo", GRPOConfig)
 def main(cfg):
@@ -522,7 +526,9 @@ def test_a_recipe_called_with_a_config_just_runs():
 
     got = []
     main = recipe("grpo", GRPOConfig)(lambda cfg: got.append(cfg))
-    cfg = GRPOConfig()
+    cfg = load("grpo", GRPOConfig, [
+        *NEEDED["grpo"], f"policy.model.path={ROOT}/recipes/demo/model", "policy.rollout.max_prompt_tokens=16",
+        "policy.rollout.max_response_tokens=8"])
     main(cfg)
     assert got == [cfg] and got[0] is cfg
 

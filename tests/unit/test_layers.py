@@ -1,6 +1,7 @@
 """Imports point down, and each heavy dependency has one home. Read from the source, nothing is imported."""
 
 import ast
+import os
 import subprocess
 import sys
 from pathlib import Path
@@ -135,6 +136,14 @@ def test_imports_are_light(statement, unwanted):
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=120, cwd=ROOT)
     assert done.returncode == 0, done.stderr
     assert done.stdout.strip() == "[]"
+
+
+def test_recipes_set_the_environment_before_they_import_torch():
+    code = "import sys, os, recipes; print('torch' in sys.modules, os.environ['TORCH_CPP_LOG_LEVEL'])"
+    environment = {name: value for name, value in os.environ.items() if name != "TORCH_CPP_LOG_LEVEL"}
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=120, cwd=ROOT,
+                          env=environment)
+    assert done.stdout.split() == ["False", "ERROR"], done.stderr
 
 
 def test_the_reader_of_imports_sees_them_all(tmp_path):

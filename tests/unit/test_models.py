@@ -14,6 +14,7 @@ from filelock import FileLock
 from safetensors.torch import save_file
 
 from hybridrl import models
+from hybridrl.config import ModelConfig
 from hybridrl.errors import ConfigError, DeadlineError, ModelError
 from hybridrl.models import check_context, check_model, resolve_model
 
@@ -133,13 +134,13 @@ def test_config_of_something_else(folder):
 
 def test_a_context_beyond_the_models_positions_is_refused(folder):
     (folder / "config.json").write_text('{"model_type": "llama", "max_position_embeddings": 512}')
-    check_context(folder, 512, "rollout")
+    check_context(ModelConfig(path=str(folder)), 512, "rollout")
     with pytest.raises(ConfigError, match=r"^rollout must be at most the 512 positions of the model, got 513\.$"):
-        check_context(folder, 513, "rollout")
+        check_context(ModelConfig(path=str(folder)), 513, "rollout")
     scaled = {"rope_type": "yarn", "factor": 4.0, "rope_theta": 10000.0, "original_max_position_embeddings": 512}
     (folder / "config.json").write_text(json.dumps(
         {"model_type": "llama", "max_position_embeddings": 512, "rope_parameters": scaled}))
-    check_context(folder, 2048, "rollout")
+    check_context(ModelConfig(path=str(folder)), 2048, "rollout")
 
 
 def test_unknown_name_gets_near_folders_and_known_names(folder):

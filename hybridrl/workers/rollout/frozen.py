@@ -23,8 +23,7 @@ def frozen_engine(model: ModelConfig, rollout: RolloutConfig, tokenizer: Any, de
     folder = resolve_model(model.path)
     stop = stop_ids(folder, tokenizer)
     if rollout.engine == "transformers":
-        check_context(folder, rollout.context, f"{key}.max_prompt_tokens + max_response_tokens",
-                      model.trust_remote_code)
+        check_context(model, rollout.context, f"{key}.max_prompt_tokens + max_response_tokens")
         dtype = getattr(torch, rollout_dtype(rollout, device))
         return TransformersEngine(folder, device, dtype, stop, rollout.max_running, model.trust_remote_code,
                                   frozen=True)

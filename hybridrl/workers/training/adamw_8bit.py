@@ -5,7 +5,6 @@ import torch.distributed.tensor as dtensor
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
-from hybridrl.errors import ConfigError
 from hybridrl.workers.training.mesh import local
 
 BLOCKS = range(256, 31, -1)
@@ -25,14 +24,11 @@ class AdamW8bit(torch.optim.Optimizer):
     """
 
     def __init__(self, parameters: list[nn.Parameter], lr: float, betas: tuple[float, float], weight_decay: float):
-        """Raises ConfigError when torchao is not installed."""
-        try:
-            from torchao.optim.adam import single_param_adam
-            from torchao.optim.quant_utils import create_dynamic_map
-            from torchao.optim.subclass_8bit import OptimState8bit
-        except ImportError as error:
-            raise ConfigError('training.optimizer=adamw_8bit needs torchao; run pip install "hybridrl[adamw-8bit]" or '
-                              'choose adamw.') from error
+        """Raises ImportError when torchao is not installed."""
+        from torchao.optim.adam import single_param_adam
+        from torchao.optim.quant_utils import create_dynamic_map
+        from torchao.optim.subclass_8bit import OptimState8bit
+
         super().__init__(parameters, dict(lr=lr, betas=betas, weight_decay=weight_decay))
         self._quantised = OptimState8bit
         self._values = {name: torch.tensor(create_dynamic_map(signed)) for name, signed in SIGNED.items()}

@@ -30,8 +30,9 @@ ATTENTION = "hybridrl_packed"
 PADDED_FRAC = 0.125
 
 
-def choose_kernel(wanted: str, device: torch.device, dtype: torch.dtype, head_size: int) -> str:
-    """The kernel that `training.attention` asks for; `auto` takes the first that works of flash, flex, sdpa.
+def choose_kernel(wanted: str, device: torch.device, dtype: torch.dtype, head_size: int,
+                  key: str = "policy.training") -> str:
+    """The kernel that the option `attention` of `key` asks for; `auto` takes the first that works of flash, flex, sdpa.
 
     Raises ConfigError, with the reason and what works, when another one is asked for.
     """
@@ -40,7 +41,7 @@ def choose_kernel(wanted: str, device: torch.device, dtype: torch.dtype, head_si
     if wanted == "auto":
         return working[0]
     if reasons[wanted]:
-        raise ConfigError(f"training.attention={wanted} {reasons[wanted]}; accepted here: auto, {', '.join(working)}.")
+        raise ConfigError(f"{key}.attention={wanted} {reasons[wanted]}; accepted here: auto, {', '.join(working)}.")
     return wanted
 
 

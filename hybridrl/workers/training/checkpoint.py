@@ -112,7 +112,7 @@ def _check_names(folder: Path, reader: HuggingFaceStorageReader, tensors: dict[s
     if missing or others:
         what = f"lacks {missing[0]}" if missing else f"holds {others[0]}, which is not trained here"
         raise CheckpointError(f"Can't read checkpoint {folder}: it {what}. It is of another model, of other adapters, "
-                              "or of another training.optimizer.")
+                              "or of another optimizer.")
 
 
 def _cause(error: CheckpointException) -> str:

@@ -44,18 +44,11 @@ class ContextParallel:
     Attributes: size, rank (among them).
     """
 
-    def __init__(self, device: torch.device, size: int):
+    def __init__(self, device: torch.device, size: int, key: str = "policy.training"):
         """Collective over all ranks. Raises ConfigError when `size` does not divide their number."""
-        mesh = init_device_mesh(device.type, (num_groups("context_parallel", size), size),
+        mesh = init_device_mesh(device.type, (num_groups(f"{key}.context_parallel", size), size),
                                 mesh_dim_names=("rows", "context"))
         self.size, self.rank, self.ranks = size, mesh.get_local_rank("context"), mesh.get_group("context")
-
-    def check_heads(self, heads: int) -> None:
-        """Raise ModelError unless a model's query heads divide among the ranks."""
-        if heads % self.size:
-            values = [n for n in range(1, heads + 1) if heads % n == 0]
-            raise ModelError(f"training.context_parallel must divide the model's {heads} attention heads, got "
-                             f"{self.size}; accepted: {', '.join(map(str, values))}.")
 
     def share(self, input_ids: Tensor, position_ids: Tensor, predictors: Tensor, targets: Tensor,
               pack: Pack) -> Share:
@@ -127,3 +120,11 @@ class _Join(torch.autograd.Function):
     @once_differentiable
     def backward(ctx, grad):
         return grad[ctx.mine], None, None, None
+
+
+def check_heads(heads: int, size: int, key: str) -> None:
+    """Raise ModelError unless a model's query heads divide among `size` ranks."""
+    if heads % size:
+        values = [n for n in range(1, heads + 1) if heads % n == 0]
+        raise ModelError(f"{key}.context_parallel must divide the model's {heads} attention heads, got {size}; "
+                         f"accepted: {', '.join(map(str, values))}.")

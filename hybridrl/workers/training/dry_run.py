@@ -124,7 +124,7 @@ def _fitting(found: list[Measured], free: float) -> int:
 
 
 def _too_large(engine: TrainingEngine, fits: int, free: float, largest: int, longest: int) -> str:
-    key, shared = "training.micro_batch_tokens", engine.cfg.context_parallel
+    key, shared = f"{engine.key}.micro_batch_tokens", engine.cfg.context_parallel
     have = f"{gib(free)} are free on a rank, and {fits} tokens are what fits"
     if fits < longest:
         return (f"{key} can't be made to fit: a single sequence may have {longest + 1} tokens, {have}. Shorter prompts "

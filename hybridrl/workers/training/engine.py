@@ -68,7 +68,7 @@ class TrainingEngine(ShardedModel):
         Raises TrainingError for a model without adapters.
         """
         if not self.cfg.lora.rank:
-            raise TrainingError("training.lora.rank is 0: without adapters the weights of the start are gone.")
+            raise TrainingError(f"{self.key}.lora.rank is 0: without adapters the weights of the start are gone.")
         with adapters_off(self.model):
             return self._score(batch, ["log_probs"], temperature)["log_probs"]
 

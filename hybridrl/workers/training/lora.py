@@ -24,7 +24,8 @@ NAME = "default"
 """Name of the adapter inside peft's layers."""
 
 
-def add_adapters(model: nn.Module, layers: Sequence[nn.Module], cfg: LoRAConfig, dtype: torch.dtype) -> None:
+def add_adapters(model: nn.Module, layers: Sequence[nn.Module], cfg: LoRAConfig, dtype: torch.dtype,
+                 key: str = "policy.training") -> None:
     """Put an adapter around every linear layer of `layers` that `cfg.targets` names, and freeze the rest of `model`.
 
     A starts uniform in +-1/sqrt(inputs), B at 0: the model computes what it did before. On a model without values
@@ -34,11 +35,16 @@ def add_adapters(model: nn.Module, layers: Sequence[nn.Module], cfg: LoRAConfig,
         model: the transformers model.
         layers: its decoder layers.
         dtype: of the adapters.
+        key: of the options that `cfg` is in, for messages.
     Raises:
         ConfigError: a target that names no linear layer, with near matches.
     """
-    targets = _target_names(model, layers, cfg.targets)
-    inject_adapter_in_model(_peft_config(cfg, targets), model, adapter_name=NAME, low_cpu_mem_usage=True)
+    targets = _target_names(model, layers, cfg.targets, key)
+    # In a list, because in a mixture that it knows by name peft would take dense layers for experts.
+    listed = [f"0.{name}" for name in targets]
+    inject_adapter_in_model(_peft_config(cfg, listed), nn.ModuleList([model]), adapter_name=NAME,
+                            low_cpu_mem_usage=True)
+    model.peft_config = {NAME: _peft_config(cfg, targets)}
     generator = torch.Generator().manual_seed(cfg.seed)
     for _, layer in adapted(model):
         for factor in (layer.lora_A[NAME], layer.lora_B[NAME]):
@@ -54,7 +60,7 @@ def _peft_config(cfg: LoRAConfig, targets: list[str]) -> LoraConfig:
                       lora_dropout=0.0, bias="none")
 
 
-def _target_names(model: nn.Module, layers: Sequence[nn.Module], targets: Sequence[str]) -> list[str]:
+def _target_names(model: nn.Module, layers: Sequence[nn.Module], targets: Sequence[str], key: str) -> list[str]:
     """Names in `model` of the linear layers inside `layers` that `targets` asks for."""
     inside = {id(module) for layer in layers for module in layer.modules()}
     linear = [name for name, module in model.named_modules() if isinstance(module, nn.Linear) and id(module) in inside]
@@ -62,7 +68,7 @@ def _target_names(model: nn.Module, layers: Sequence[nn.Module], targets: Sequen
     for target in targets:
         names = {name for name in linear if target == "all-linear" or f".{name}".endswith(f".{target}")}
         if not names:
-            raise ConfigError(_no_such_target(model, linear, target))
+            raise ConfigError(f"{key}.lora.targets: {_no_such_target(model, linear, target)}")
         found |= names
     return sorted(found)
 
@@ -77,7 +83,7 @@ def _no_such_target(model: nn.Module, linear: list[str], target: str) -> str:
         what = "names no linear layer of the model's decoder layers"
     near = difflib.get_close_matches(target, [*kinds, *linear], n=3, cutoff=0.6)
     hint = f" Did you mean {', '.join(near)}?" if near else ""
-    return f"training.lora.targets: {target!r} {what}.{hint} Linear layers: {', '.join(kinds) or 'none'}."
+    return f"{target!r} {what}.{hint} Linear layers: {', '.join(kinds) or 'none'}."
 
 
 def adapted(model: nn.Module) -> Iterator[tuple[str, LoraLayer]]:

@@ -3,7 +3,6 @@
 `forward` is the one way in, so that FSDP's hooks around it gather every weight it uses, the head included.
 """
 
-from pathlib import Path
 from typing import Any
 
 import torch
@@ -12,29 +11,20 @@ from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import CPUOffloadPolicy, MixedPrecisionPolicy, OffloadPolicy, fully_shard
 from torch.distributed.tensor import distribute_tensor
-from transformers import AutoConfig, AutoModelForCausalLM, GenerationConfig, PretrainedConfig, PreTrainedModel
-from transformers.utils.logging import disable_progress_bar
+from transformers import AutoModelForCausalLM, GenerationConfig, PreTrainedModel
 
 from hybridrl.config import LoRAConfig, ModelConfig, TrainingConfig
 from hybridrl.errors import ModelError
 from hybridrl.models import resolve_model
 from hybridrl.workers.routing import Mixture, Routing, decoder_layers, route
-from hybridrl.workers.training.attention import ATTENTION, Pack
+from hybridrl.workers.training.attention import Pack
 from hybridrl.workers.training.compiled import compile_layers
-from hybridrl.workers.training.context import ContextParallel
+from hybridrl.workers.training.context import ContextParallel, check_heads
 from hybridrl.workers.training.first_rank import on_first_rank
 from hybridrl.workers.training.log_probs import token_log_probs
 from hybridrl.workers.training.lora import add_adapters
+from hybridrl.workers.training.reading import implementation, read, read_config
 from hybridrl.workers.training.recompute import recompute
-
-# Bars of loading and saving would run across the terminal's own progress line.
-disable_progress_bar()
-
-LAYER_TYPES = {"full_attention", "sliding_attention"}
-"""Kinds of layer that packing keeps apart; a recurrent layer would carry state from one sequence to the next."""
-
-LOGIT_CHANGES = ("final_logit_softcapping", "logit_scale", "logits_scaling", "output_multiplier_scale")
-"""Config fields by which a model changes what its head returns."""
 
 
 class PolicyModel(nn.Module):
@@ -94,9 +84,9 @@ class PolicyModel(nn.Module):
         """The trained parameters of two dimensions within the layers: neither embeddings nor heads."""
         return [p for layer in self.layers() for p in layer.parameters() if p.requires_grad and p.dim() == 2]
 
-    def adapt(self, cfg: LoRAConfig, dtype: torch.dtype) -> None:
+    def adapt(self, cfg: LoRAConfig, dtype: torch.dtype, key: str = "policy.training") -> None:
         """Train adapters in `dtype` instead of the model's own weights."""
-        add_adapters(self.causal_lm, self.layers(), cfg, dtype)
+        add_adapters(self.causal_lm, self.layers(), cfg, dtype, key)
 
 
 class ValueHead(nn.Module):
@@ -120,9 +110,9 @@ class ValueModel(PolicyModel):
         embedding = causal_lm.get_input_embeddings().weight
         causal_lm.set_output_embeddings(ValueHead(causal_lm.config.hidden_size, embedding.dtype))
 
-    def adapt(self, cfg: LoRAConfig, dtype: torch.dtype) -> None:
+    def adapt(self, cfg: LoRAConfig, dtype: torch.dtype, key: str = "policy.training") -> None:
         """Train adapters and the value head."""
-        super().adapt(cfg, dtype)
+        super().adapt(cfg, dtype, key)
         self.causal_lm.get_output_embeddings().to(dtype).requires_grad_()
 
     def outputs(self, hidden: Tensor, targets: Tensor, temperature: float, chunk: int,
@@ -133,7 +123,7 @@ class ValueModel(PolicyModel):
 
 def load_model(module: type[PolicyModel], cfg: ModelConfig, mesh: DeviceMesh, device: torch.device,
                dtype: torch.dtype, trainable: bool, training: TrainingConfig,
-               context: ContextParallel | None = None) -> PolicyModel:
+               context: ContextParallel | None = None, key: str = "policy.training") -> PolicyModel:
     """Load a model folder, sharded over the mesh.
 
     Rank 0 reads the weights in their stored dtype and hands out shards one parameter at a time: nobody else
@@ -146,41 +136,48 @@ def load_model(module: type[PolicyModel], cfg: ModelConfig, mesh: DeviceMesh, de
         training: adapters and activation checkpointing, both of a trainable model alone; compiled layers; where
             parameters live.
         context: the ranks that share rows.
+        key: of `training` in a recipe's options, for messages.
     Raises:
         ModelError: on every rank, naming what is wrong with the folder. ConfigError: adapters for no layer.
     """
-    lora = training.lora if trainable else LoRAConfig()
+    lora = adapters_of(training, trainable)
     kept = compute_dtype(device) or dtype if lora.rank or not trainable else dtype
     folder = resolve_model(cfg.path)
-    config = _config(folder, cfg.trust_remote_code)
+    config = read_config(cfg)
     if context is not None:
-        context.check_heads(config.get_text_config().num_attention_heads)
+        check_heads(config.get_text_config().num_attention_heads, context.size, key)
     stored_dtype = config.dtype or torch.float32
     if mesh.size() == 1 and device.type == "cpu":
-        model = module(_read(module, folder, cfg.trust_remote_code, dtype), stored_dtype)
-        _prepare(model, trainable, training, lora, dtype)
+        model = module(read(module.loads, cfg, dtype), stored_dtype)
+        prepare(model, trainable, training, dtype, key)
         return model
     with torch.device("meta"):
         model = module(module.loads.from_config(
-            config, dtype=kept, trust_remote_code=cfg.trust_remote_code, **_implementation(kept)), stored_dtype)
+            config, dtype=kept, trust_remote_code=cfg.trust_remote_code, **implementation(kept)), stored_dtype)
     if (folder / "generation_config.json").exists():
         model.causal_lm.generation_config = GenerationConfig.from_pretrained(folder, local_files_only=True)
-    _prepare(model, trainable, training, lora, dtype)
-    source, dtypes = _read_on_first(module, folder, cfg.trust_remote_code, lora)
+    prepare(model, trainable, training, dtype, key)
+    source, dtypes = _read_on_first(module, cfg, lora)
     shard(model, mesh, device, training.offload == "always")
     _hand_out(model.causal_lm, source, dtypes, mesh, device)
     model.context = context
     return model
 
 
-def _prepare(model: PolicyModel, trainable: bool, training: TrainingConfig, lora: LoRAConfig,
-             dtype: torch.dtype) -> None:
+def adapters_of(training: TrainingConfig, trainable: bool) -> LoRAConfig:
+    """The adapters of a model: those of its options, none of a frozen one."""
+    return training.lora if trainable else LoRAConfig()
+
+
+def prepare(model: PolicyModel, trainable: bool, training: TrainingConfig, dtype: torch.dtype, key: str) -> None:
+    """Put in what `training` asks for: adapters, compiled layers, recomputation. Works without values, too."""
+    lora = adapters_of(training, trainable)
     # eval() only turns dropout and router noise off here: log-probs and updates must see the same function.
     model.eval().requires_grad_(trainable)
     if lora.rank:
-        model.adapt(lora, dtype)
+        model.adapt(lora, dtype, key)
     if training.compile:
-        compile_layers(model.layers())
+        compile_layers(model.layers(), key)
     model.mixture = route(model.causal_lm)
     if trainable:
         recompute(model.layers(), training.gradient_checkpointing)
@@ -213,67 +210,20 @@ def shard(model: PolicyModel, mesh: DeviceMesh, device: torch.device, offload: b
             setattr(module, name, torch.empty_like(buffer, device=device))
 
 
-def _config(folder: Path, trust_remote_code: bool) -> PretrainedConfig:
-    try:
-        config = AutoConfig.from_pretrained(folder, trust_remote_code=trust_remote_code, local_files_only=True)
-    except (ValueError, OSError, KeyError) as error:
-        raise ModelError(f"Can't read the config of model folder {folder}: {_first_line(error)}") from error
-    others = set(getattr(config, "layer_types", None) or ()) - LAYER_TYPES
-    if others:
-        raise ModelError(f"Model folder {folder} has layers of type {', '.join(sorted(others))}; "
-                         f"training supports {', '.join(sorted(LAYER_TYPES))}.")
-    for name in LOGIT_CHANGES:
-        if getattr(config, name, None) not in (None, 1, 1.0):
-            raise ModelError(f"Model folder {folder} changes logits with {name}={getattr(config, name)}, "
-                             f"which training does not support.")
-    return config
-
-
-def _read(module: type[PolicyModel], folder: Path, trust_remote_code: bool,
-          dtype: torch.dtype | str) -> PreTrainedModel:
-    """The whole model on CPU; every parameter must come from the folder and every stored weight must have a place."""
-    config = _config(folder, trust_remote_code)
-    try:
-        model, info = module.loads.from_pretrained(
-            folder, config=config, dtype=dtype, output_loading_info=True, use_safetensors=True,
-            local_files_only=True, trust_remote_code=trust_remote_code, **_implementation(dtype))
-    except (ValueError, OSError, RuntimeError, KeyError) as error:
-        raise ModelError(f"Can't load model folder {folder}: {_first_line(error)}") from error
-    for problem, what in (("missing_keys", "lacks weights that its config asks for"),
-                          ("mismatched_keys", "has weights of another shape than its config says"),
-                          ("unexpected_keys", "has weights that its config has no place for")):
-        if info[problem]:
-            names = sorted(str(key) for key in info[problem])
-            more = f" and {len(names) - 3} more" if len(names) > 3 else ""
-            raise ModelError(f"Model folder {folder} {what}: {', '.join(names[:3])}{more}.")
-    return model
-
-
-def _implementation(dtype: torch.dtype | str) -> dict[str, str]:
-    # The grouped matrix product of experts does not exist in float64.
-    experts = {"experts_implementation": "eager"} if dtype == torch.float64 else {}
-    return {"attn_implementation": ATTENTION, **experts}
-
-
-def _first_line(error: Exception) -> str:
-    lines = str(error).strip().splitlines()
-    return lines[0] if lines else type(error).__name__
-
-
-def _read_on_first(module: type[PolicyModel], folder: Path, trust_remote_code: bool,
+def _read_on_first(module: type[PolicyModel], cfg: ModelConfig,
                    lora: LoRAConfig) -> tuple[dict[str, Tensor], dict[str, torch.dtype]]:
     """Rank 0: all parameters and buffers by name, in stored dtypes; elsewhere none. On all ranks: their dtypes."""
     source: dict[str, Tensor] = {}
 
-    def read() -> dict[str, torch.dtype]:
-        whole = module(_read(module, folder, trust_remote_code, "auto"), torch.float32)
+    def fill() -> dict[str, torch.dtype]:
+        whole = module(read(module.loads, cfg, "auto"), torch.float32)
         if lora.rank:
             whole.adapt(lora, torch.float32)
         model = whole.causal_lm
         source.update({**dict(model.named_parameters()), **dict(model.named_buffers())})
         return {name: tensor.dtype for name, tensor in source.items()}
 
-    return source, on_first_rank(read, ModelError)
+    return source, on_first_rank(fill, ModelError)
 
 
 @torch.no_grad()

@@ -7,7 +7,6 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor, Shard
 
-from hybridrl.errors import ConfigError
 from hybridrl.workers.training.mesh import local
 
 COEFFICIENTS = (3.4445, -4.7750, 2.0315)
@@ -25,12 +24,7 @@ class Muon(torch.optim.Optimizer):
     """
 
     def __init__(self, matrices: list[nn.Parameter], lr: float, momentum: float, weight_decay: float):
-        """`matrices` are whole, or DTensors whose rows are sharded over the last dimension of one mesh.
-
-        Raises ConfigError when there are none.
-        """
-        if not matrices:
-            raise ConfigError("training.optimizer=muon needs a model with matrices in its layers; use adamw.")
+        """`matrices` are whole, or DTensors whose rows are sharded over the last dimension of one mesh."""
         super().__init__(matrices, dict(lr=lr, momentum=momentum, weight_decay=weight_decay))
 
     def tensors(self, matrix: nn.Parameter) -> dict[str, Tensor]:

@@ -9,7 +9,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from hybridrl.config import TrainingConfig
-from hybridrl.errors import TrainingError
+from hybridrl.errors import ConfigError, TrainingError
 from hybridrl.workers.training.adamw_8bit import AdamW8bit
 from hybridrl.workers.training.mesh import local
 from hybridrl.workers.training.muon import Muon
@@ -43,7 +43,7 @@ class AdamW(torch.optim.AdamW):
 
 
 def make_optimizers(parameters: list[nn.Parameter], matrices: list[nn.Parameter],
-                    cfg: TrainingConfig) -> list[AdamW | AdamW8bit | Muon]:
+                    cfg: TrainingConfig, key: str) -> list[AdamW | AdamW8bit | Muon]:
     """The optimizers that `cfg.optimizer` stands for: each parameter belongs to one of them.
 
     Raises ConfigError when it is not installed or has nothing to do.
@@ -51,8 +51,14 @@ def make_optimizers(parameters: list[nn.Parameter], matrices: list[nn.Parameter]
     options: dict[str, Any] = dict(lr=cfg.learning_rate, weight_decay=cfg.weight_decay)
     adam = options | dict(betas=(cfg.beta1, cfg.beta2))
     if cfg.optimizer == "adamw_8bit":
-        return [AdamW8bit(parameters, **adam)]
+        try:
+            return [AdamW8bit(parameters, **adam)]
+        except ImportError as error:
+            raise ConfigError(f'{key}.optimizer=adamw_8bit needs torchao; run pip install "hybridrl[adamw-8bit]" or '
+                              'choose adamw.') from error
     if cfg.optimizer == "muon":
+        if not matrices:
+            raise ConfigError(f"{key}.optimizer=muon needs a model with matrices in its layers; use adamw.")
         taken = set(matrices)
         others = [p for p in parameters if p not in taken]
         return [Muon(matrices, momentum=cfg.muon_momentum, **options),
@@ -67,16 +73,17 @@ class Optimizer:
     """
 
     def __init__(self, parameters: list[nn.Parameter], cfg: TrainingConfig, group: dist.ProcessGroup | None,
-                 matrices: Sequence[nn.Parameter] = ()):
+                 matrices: Sequence[nn.Parameter] = (), key: str = "policy.training"):
         """Make the optimizer of `cfg`.
 
         Args:
             group: the process group that one copy of the parameters is sharded over; None when they are whole.
             matrices: those of the parameters that are 2-dimensional and within layers.
+            key: of `cfg` in a recipe's options, for messages.
         """
-        self.cfg, self.group, self.parameters = cfg, group, parameters
+        self.cfg, self.group, self.parameters, self.key = cfg, group, parameters, key
         self.steps = self.skipped_in_a_row = 0
-        self.optimizers = make_optimizers(parameters, list(matrices), cfg)
+        self.optimizers = make_optimizers(parameters, list(matrices), cfg, key)
 
     @torch.no_grad()
     def step(self) -> tuple[float, float, bool]:
@@ -100,7 +107,7 @@ class Optimizer:
         self.zero_grad()
         if self.skipped_in_a_row > self.cfg.max_skipped_steps:
             raise TrainingError(f"{self.skipped_in_a_row} optimizer steps in a row had non-finite gradients; "
-                                f"training.max_skipped_steps is {self.cfg.max_skipped_steps}.")
+                                f"{self.key}.max_skipped_steps is {self.cfg.max_skipped_steps}.")
         return norm, lr, skipped
 
     def zero_grad(self) -> None:

@@ -30,26 +30,28 @@ class ShardedModel:
     """
 
     def __init__(self, model: ModelConfig, cfg: TrainingConfig, device: torch.device, trainable: bool = True,
-                 dtype: torch.dtype = torch.float32, module: type[PolicyModel] = PolicyModel):
+                 dtype: torch.dtype = torch.float32, module: type[PolicyModel] = PolicyModel,
+                 key: str = "policy.training"):
         """Load the folder `model.path`.
 
         Args:
             trainable: False makes a frozen model without optimizer (a reference), kept in the compute dtype.
             dtype: of the master weights.
             module: PolicyModel, or ValueModel for a critic.
+            key: of `cfg` in a recipe's options, for messages.
         Raises:
             ModelError: the folder is missing, half-written, does not fit its config, or can't be split as `cfg` says.
             ConfigError: groups of ranks in `cfg` that don't divide the ranks, a target of `lora` that names no layer.
         """
-        self.cfg, self.device, self.trainable = cfg, device, trainable
-        self.mesh = make_mesh(device, cfg.shard_ranks)
-        self.context = ContextParallel(device, cfg.context_parallel) if cfg.context_parallel > 1 else None
+        self.cfg, self.device, self.trainable, self.key = cfg, device, trainable, key
+        self.mesh = make_mesh(device, cfg.shard_ranks, key)
+        self.context = ContextParallel(device, cfg.context_parallel, key) if cfg.context_parallel > 1 else None
         self.offloaded: set[str] = set()
         """Which of `parameters` and `optimizer` are in CPU memory."""
-        check_offload(cfg, device)
-        self.model = load_model(module, model, self.mesh, device, dtype, trainable, cfg, self.context)
+        check_offload(cfg, device, key)
+        self.model = load_model(module, model, self.mesh, device, dtype, trainable, cfg, self.context, key)
         self.costs = model_costs(self.model)
-        self.kernel = choose_kernel(cfg.attention, device, compute_dtype(device) or dtype, self.model.head_size)
+        self.kernel = choose_kernel(cfg.attention, device, compute_dtype(device) or dtype, self.model.head_size, key)
         self.shares = (device.type == "cpu" and dtype == torch.float32
                        and self.context is None and self.model.mixture is None)
         """Whether a micro-batch feeds a prompt that rows have in common once. Experts are kept by the fed tokens of
@@ -60,7 +62,7 @@ class ShardedModel:
         self.accumulates = self.sharded and 4 * sum(p.numel() for p in trained) <= cfg.whole_gradient_gib * 2**30
         """Whether gradients stay whole on each rank until the last micro-batch."""
         group = self.mesh.get_group("shard") if self.sharded else None
-        self.optimizer = Optimizer(trained, cfg, group, self.model.matrices()) if trainable else None
+        self.optimizer = Optimizer(trained, cfg, group, self.model.matrices(), key) if trainable else None
 
     @property
     def num_parameters(self) -> int:
@@ -198,7 +200,7 @@ def _whole_on_first(tensors: Iterable[tuple[str, DTensor]], dtype: torch.dtype) 
     return state
 
 
-def check_offload(cfg: TrainingConfig, device: torch.device) -> None:
+def check_offload(cfg: TrainingConfig, device: torch.device, key: str) -> None:
     """Raise ConfigError for an offload that was asked for on a device without memory of its own."""
-    check(device.type == "cuda" or cfg.offload in ("auto", "never"), "training.offload", cfg.offload,
+    check(device.type == "cuda" or cfg.offload in ("auto", "never"), f"{key}.offload", cfg.offload,
           f"auto or never on a {device.type} device, which has no memory of its own to free")

@@ -120,7 +120,7 @@ def test_flash_attention_is_asked_for_the_same_pairs(monkeypatch, lengths, key_h
 def test_the_kernel_of_a_cpu_is_sdpa():
     assert choose_kernel("auto", CPU, torch.float32, 64) == choose_kernel("sdpa", CPU, torch.float32, 64) == "sdpa"
     for name, reason in (("flash", "needs an NVIDIA GPU"), ("flex", "has no backward pass on a cpu device")):
-        with pytest.raises(ConfigError, match=f"training.attention={name} {reason}.*accepted here: auto, sdpa"):
+        with pytest.raises(ConfigError, match=f"policy.training.attention={name} {reason}.*accepted here: auto, sdpa"):
             choose_kernel(name, CPU, torch.float32, 64)
 
 
