@@ -104,9 +104,9 @@ def test_tokenizers_of_another_model(folder, tmp_path):
     tokenizer = json.loads((other / "tokenizer.json").read_text())
     tokenizer["model"]["vocab"] |= {f"word{i}": 1000 + i for i in range(100)}
     (other / "tokenizer.json").write_text(json.dumps(tokenizer))
-    for recipe in ("sft", "grpo", "serve"):
+    for name in ("sft", "grpo", "serve"):
         with pytest.raises(ModelError, match="has a tokenizer of [0-9]+ tokens and a model of 64"):
-            check_models(options(recipe, other))
+            check_models(options(name, other))
     with pytest.raises(ModelError, match="have different vocabularies"):
         check_models(options("ppo", folder(), f"critic.model.path={other}"))
 
@@ -115,7 +115,7 @@ def test_tokenizers_of_another_model(folder, tmp_path):
 def test_other_files_that_are_damaged(folder, tmp_path, file):
     bad = shutil.copytree(folder(), tmp_path / "bad")
     (bad / file).write_text("{}" if file == "tokenizer.json" else '{"eos')
-    with pytest.raises(ModelError, match="Can't read the tokenizer of|generation_config.json is half-written") as caught:
+    with pytest.raises(ModelError, match="Can't read the tokenizer|generation_config.json is half-written") as caught:
         check_models(options("grpo", bad))
     assert str(bad) in str(caught.value) and "\n" not in str(caught.value)
 
