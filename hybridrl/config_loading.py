@@ -108,8 +108,8 @@ def _checked(text: str, config_class: type, groups: dict[str, list[str]]) -> str
     if override.is_sweep_override():
         raise ConfigError(f"Can't read {text!r}: one value is needed; a list is written {key}=[a,b].")
     if key in groups:
-        choice = None if override.is_delete() else override.value()
-        if choice is not None and choice not in groups[key]:
+        choice = "null" if override.value() is None else override.value()
+        if choice not in groups[key] and not override.is_delete():
             raise ConfigError(unknown(f"{key}", choice, groups[key]))
         return text.lstrip("+")
     option = _find(key, config_class)
@@ -145,17 +145,27 @@ def _check_keys(content: dict[Any, Any], config_class: type, prefix: str = "") -
 
 def _check_value(option: Option, value: Any) -> None:
     """`_check_keys` for what is inside an option's value: `key={...}` or `key=[{...}]`."""
-    for part in value if isinstance(value, list) else [value]:
-        if option.item and isinstance(part, dict):
-            _check_keys(part, option.item, option.key + ("." if option.item is option.type else "[]."))
+    if option.item and option.item is option.type:
+        if isinstance(value, dict):
+            _check_keys(value, option.item, f"{option.key}.")
+        elif not str(value).startswith("${"):  # an interpolation is another group
+            given = "null" if value is None else str(value)
+            raise ConfigError(f"{option.key} must be {option.accepted}, got {given!r}.")
+    elif option.item and isinstance(value, list):
+        for i, part in enumerate(value):
+            if not isinstance(part, dict):
+                raise ConfigError(f"{option.key}[{i}] must be a mapping of options, {{name: value, ...}}, "
+                                  f"got {part!r}.")
+            _check_keys(part, option.item, f"{option.key}[].")
 
 
 def _unknown_option(key: str, config_class: type, prefix: str = "") -> str:
-    """One line: near matches among the options beside it, then the same name elsewhere, then the choices."""
+    """One line: options of these initials (`lr`) or near matches beside it, then the same name elsewhere, then all."""
     keys = [option.key for option in options_of(config_class, prefix)]
     group, _, last = re.sub(r"\.\d+\.", "[].", key).rpartition(".")
     beside = {known.rpartition(".")[2]: known for known in keys if known.rpartition(".")[0] == group}
-    guesses = [beside[name] for name in difflib.get_close_matches(last, beside, n=3, cutoff=0.6)]
+    guesses = [beside[name] for name in beside if "_" in name and "".join(re.findall(r"(?:^|_)(.)", name)) == last]
+    guesses = guesses or [beside[name] for name in difflib.get_close_matches(last, beside, n=3, cutoff=0.6)]
     guesses = guesses or [known for known in keys if known.rpartition(".")[2] == last][:3]
     guesses = guesses or ([] if beside else difflib.get_close_matches(key, keys, n=1, cutoff=0.8))
     if guesses:
@@ -182,8 +192,9 @@ def _explain(error: Exception, config_class: type, overrides: Sequence[str], fil
         return " ".join(text.split())
     # Inside a list that is given whole, OmegaConf names only the item's own key.
     pattern = re.sub(r"\[\d+\]", "[]", key)
-    known = [o for o in options_of(config_class) if o.key == pattern or o.key.endswith(f"[].{key}")]
-    if not known and ("not in" in text or "in struct" in text):
+    options = list(options_of(config_class))
+    known = [o for o in options if o.key == pattern] or [o for o in options if o.key.endswith(f"[].{key}")]
+    if f"not in '{config_class.__name__}'" in text or not known and ("not in" in text or "in struct" in text):
         return _unknown_option(key, config_class) + place
     if not known or "nterpolation" in text:
         return f"{key}: {' '.join(str(chain[-1]).splitlines()[0].split())}{place}"

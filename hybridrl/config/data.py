@@ -45,6 +45,9 @@ class DataConfig:
               "empty with chat_template=false")
         if self.source == "reasoning_gym":
             check(bool(self.task), f"{key}.task", self.task, "a reasoning-gym task with source=reasoning_gym")
+            check(not self.path, f"{key}.path", self.path, f"empty with {key}.source=reasoning_gym")
+        else:
+            check(not self.task, f"{key}.task", self.task, f"empty with {key}.source={self.source}")
         if self.source in ("reasoning_gym", "none"):
             check(self.task_size >= 1, f"{key}.task_size", self.task_size, "at least 1")
         else:

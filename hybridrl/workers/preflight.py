@@ -22,7 +22,14 @@ from hybridrl.config import (
     TrainingConfig,
     configs_in,
 )
-from hybridrl.models import check_context, check_same_vocabulary, check_vocabulary, load_tokenizer
+from hybridrl.models import (
+    check_classifier,
+    check_context,
+    check_same_vocabulary,
+    check_vocabulary,
+    load_tokenizer,
+    resolve_model,
+)
 from hybridrl.workers.judge import check_chat_template
 from hybridrl.workers.policy import check_routing
 from hybridrl.workers.reward_model import chosen_template
@@ -71,6 +78,7 @@ def check_models(cfg: Any) -> None:
             if part.distill.loss == "top_k":
                 check_top_k(part.distill.top_k, part.teacher.model, part.policy.model)
         elif isinstance(part, RewardModelConfig) and part.path:
+            check_classifier(resolve_model(part.path))
             check_training(part, TrainingConfig(), None, key, trainable=False, module=ClassifierModel)
             chosen_template(part, load_tokenizer(part), load_tokenizer(cfg.policy.model), key)
         elif isinstance(part, JudgeConfig) and part.path:

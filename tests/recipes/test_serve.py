@@ -9,7 +9,7 @@ import openai
 import pytest
 import torch
 
-from hybridrl.config import ServeConfig
+from hybridrl.config import ModelConfig, RolloutConfig, ServeConfig, ServePolicyConfig
 from hybridrl.errors import ConfigError
 from hybridrl.metrics import read_metrics
 from recipes import serve
@@ -66,11 +66,13 @@ def test_a_served_model_answers_and_scores_as_itself(start, model):
     assert command.wait(60) == 130 and command.left() == []
 
 
-def test_an_address_that_is_not_to_be_had_is_refused_before_a_model_is_loaded():
+def test_an_address_that_is_not_to_be_had_is_refused_before_a_model_is_loaded(model):
+    policy = ServePolicyConfig(model=ModelConfig(path=str(model)),
+                               rollout=RolloutConfig(max_prompt_tokens=8, max_response_tokens=8))
     with socket.create_server(("127.0.0.1", 0)) as taken, pytest.raises(ConfigError, match="Address already in use"):
-        serve.main(ServeConfig(port=taken.getsockname()[1]))
+        serve.main(ServeConfig(policy=policy, port=taken.getsockname()[1]))
     with pytest.raises(ConfigError, match=r"must be an address of this machine that is free, got '192.0.2.1' and 0: "):
-        serve.main(ServeConfig(host="192.0.2.1", port=0))
+        serve.main(ServeConfig(policy=policy, host="192.0.2.1", port=0))
 
 
 def test_an_unmodified_client_trains_for_five_steps(run, model, tmp_path):
