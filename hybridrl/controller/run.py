@@ -66,7 +66,7 @@ class Run:
             if self.resumed:
                 for change in changed_options(self.dir, self.cfg):
                     self.say(f"option changed: {change}")
-            write_options(self.dir, self.cfg)
+            write_options(self.dir, self.cfg, self.recipe)
             self._checkpoints = Checkpoints(self.dir / "checkpoints", trainer.keep_checkpoints)
             self._metrics, self._samples = (LineFile(self.dir / f"{name}.jsonl") for name in ("metrics", "samples"))
             stack.callback(self._metrics.close)

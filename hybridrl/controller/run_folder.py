@@ -22,6 +22,9 @@ import yaml
 from hybridrl.controller.checkpoints import is_full_disk
 from hybridrl.errors import CheckpointError, ConfigError
 
+OWNER = "# recipe: "
+"""Begins the first line of `config.yaml`; the recipe's name follows."""
+
 
 def open_folder(run_dir: str, recipe: str) -> tuple[Path, bool]:
     """The folder of a run, made if it isn't there, and whether it holds an earlier session.
@@ -34,6 +37,9 @@ def open_folder(run_dir: str, recipe: str) -> tuple[Path, bool]:
     resumed = (folder / "config.yaml").is_file()
     if folder.exists() and not resumed and (not folder.is_dir() or set(os.listdir(folder)) - {".lock", "logs"}):
         raise ConfigError(f"trainer.run_dir={folder} exists and is no run's folder (it has no config.yaml); "
+                          "choose a new path.")
+    if resumed and (owner := _owner(folder)) not in (None, recipe):
+        raise ConfigError(f"trainer.run_dir={folder} is a run of {owner!r}, which {recipe!r} can't resume; "
                           "choose a new path.")
     try:
         (folder / "logs").mkdir(parents=True, exist_ok=True)
@@ -59,11 +65,12 @@ def lock(folder: Path) -> IO[str]:
     return held
 
 
-def write_options(folder: Path, config: Any) -> None:
+def write_options(folder: Path, config: Any, recipe: str) -> None:
     """Write `config.yaml`, with the folder itself as `trainer.run_dir`, so that the file alone resumes the run."""
     options = asdict(config)
     options["trainer"]["run_dir"] = str(folder)
-    _replace(folder / "config.yaml", yaml.safe_dump(options, sort_keys=False, allow_unicode=True))
+    text = yaml.safe_dump(options, sort_keys=False, allow_unicode=True)
+    _replace(folder / "config.yaml", f"{OWNER}{recipe}\n{text}")
 
 
 def changed_options(folder: Path, config: Any) -> list[str]:
@@ -122,6 +129,13 @@ def _replace(path: Path, text: str) -> None:
     aside = path.with_suffix(".tmp")
     aside.write_text(text)
     aside.replace(path)
+
+
+def _owner(folder: Path) -> str | None:
+    """The recipe whose run a folder holds; None where its `config.yaml` does not say."""
+    with open(folder / "config.yaml", errors="replace") as file:
+        first = file.readline()
+    return first.removeprefix(OWNER).strip() if first.startswith(OWNER) else None
 
 
 def _step_of(line: str) -> float:

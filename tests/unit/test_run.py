@@ -267,6 +267,19 @@ def test_changed_options_are_named_on_resume(tmp_path, capsys):
     assert yaml.safe_load((tmp_path / "run" / "config.yaml").read_text())["seed"] == 5
 
 
+def test_a_run_of_another_recipe_is_left_alone(tmp_path):
+    train(config(tmp_path / "run", steps=1))
+    before = {file: file.read_bytes() for file in (tmp_path / "run").rglob("*") if file.is_file()}
+    message = "run is a run of 'test', which 'ppo' can't resume; choose a new path"
+    with pytest.raises(ConfigError, match=message), Run(config(tmp_path / "run", steps=2), "ppo"):
+        pass
+    assert {file: file.read_bytes() for file in (tmp_path / "run").rglob("*") if file.is_file()} == before
+    options = tmp_path / "run" / "config.yaml"
+    options.write_text(options.read_text().partition("\n")[2])  # as a folder without the recipe's name
+    train(config(tmp_path / "run", steps=2))
+    assert options.read_text().startswith("# recipe: test\n")
+
+
 def test_only_due_steps_are_saved(tmp_path):
     saved = []
 
