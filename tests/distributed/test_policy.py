@@ -550,6 +550,31 @@ def test_deltas_after_a_sync_that_failed(policies):
     policy.sync_by("full")
 
 
+@pytest.mark.parametrize("layout", ["1", "1x2"])
+def test_a_policy_that_is_closed_leaves_its_pool_to_others(ray_cluster, folders, layout):
+    """Two engines in each process: the second outlives the first, and a mixture's comes after both."""
+    ranks, shared = LAYOUTS[layout]
+    pool = ray_cluster.pool(ranks)
+
+    def build(kind: str, role: str) -> WorkerGroup:
+        cfg = PolicyConfig(model=ModelConfig(path=str(folders[kind])), training=TrainingConfig(learning_rate=1e-2),
+                           rollout=RolloutConfig(tensor_parallel=shared, max_prompt_tokens=32, max_response_tokens=16))
+        return WorkerGroup(ProbeWorker, pool, cfg, role=role)
+
+    def check(policy: WorkerGroup) -> None:
+        batch = policy.log_probs(policy.generate(prompts(3)))
+        assert largest_gap(batch) < GAP
+        policy.update(with_loss_columns(batch), plain_loss)
+
+    first, second = build("llama_tied", "first"), build("llama_tied", "second")
+    check(first)
+    first.close()
+    check(second)
+    second.close()
+    check(build("qwen3_moe", "third"))
+    pool.close()
+
+
 def test_deltas_of_training_in_float32_for_an_engine_in_bfloat16(shared_pool, folders):
     """Written in place; the bits are those of a full sync after each of 20 updates."""
     cfg = PolicyConfig(model=ModelConfig(path=str(folders["llama_tied"])), sync=SyncConfig(mode="delta", verify="full"),

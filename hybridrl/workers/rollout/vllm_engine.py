@@ -1,5 +1,6 @@
 """vLLM in this process, stepped by our loop."""
 
+import gc
 import os
 import sys
 import uuid
@@ -50,6 +51,9 @@ class VLLMEngine(RolloutEngine):
         ModelError: vLLM does not support the model. ConfigError: nor the options for it.
     """
 
+    open_engines = 0
+    """Engines of this process, which share vLLM's process groups."""
+
     def __init__(self, model_path: Path, cfg: RolloutConfig, device: torch.device, stop_ids: Sequence[int],
                  trust_remote_code: bool = False, seed: int = 0, lora: LoRAConfig | None = None,
                  adapted: Sequence[str] = (), frozen: bool = False, keep_experts: bool = False,
@@ -96,7 +100,7 @@ class VLLMEngine(RolloutEngine):
                 skip_tokenizer_init=True, logprobs_mode="processed_logprobs", seed=seed,
                 trust_remote_code=trust_remote_code, disable_log_stats=True, **options)
         except (ValueError, ImportError, NotImplementedError) as error:
-            _forget_groups()
+            _leave_groups()
             if "greater than the derived max_model_len" in str(error):
                 raise ConfigError(f"{key}.max_prompt_tokens + max_response_tokens must be at most the context "
                                   f"of the model, got {cfg.context}: {_one_line(error).partition('. ')[0]}.") from error
@@ -104,7 +108,8 @@ class VLLMEngine(RolloutEngine):
                              f"{key}.engine=transformers runs models that vLLM lacks.") from error
         if shared_memory:
             _unlink_shared_memory(shared_memory)
-        self.engine = self.llm.llm_engine
+        self.engine, self.closed = self.llm.llm_engine, False
+        VLLMEngine.open_engines += 1
         if frozen:
             self.version = 0
             self.engine.engine_core.set_weight_version("0")
@@ -245,8 +250,19 @@ class VLLMEngine(RolloutEngine):
             self.llm.wake_up(tags=["kv_cache"])
 
     def close(self) -> None:
-        """Shut vLLM down; it must happen before the process group goes."""
-        self.engine.engine_core.shutdown()
+        """Shut vLLM down; it must happen before the process group goes, which others in this process go on using."""
+        if self.closed:
+            return
+        from vllm.v1.engine import core
+
+        self.closed = True
+        VLLMEngine.open_engines -= 1
+        # As if the process were its own, vLLM would end every process group here.
+        theirs, core.cleanup_dist_env_and_memory = core.cleanup_dist_env_and_memory, _leave_groups
+        try:
+            self.engine.engine_core.shutdown()
+        finally:
+            core.cleanup_dist_env_and_memory = theirs
 
 
 def rollout_dtype(cfg: RolloutConfig, device: torch.device) -> str:
@@ -287,12 +303,18 @@ def _peers(tensor_parallel: int) -> tuple[dist.ProcessGroup | None, int]:
     return group, leader
 
 
-def _forget_groups() -> None:
-    """Drop vLLM's process groups after a start that failed, so that the next one in this process can make its own."""
+def _leave_groups() -> None:
+    """End vLLM's process groups unless another engine uses them, so that the next one can make its own."""
     from vllm.distributed import parallel_state
 
-    parallel_state.destroy_model_parallel()
-    parallel_state._WORLD = None
+    if not VLLMEngine.open_engines:
+        parallel_state.destroy_model_parallel()
+        if parallel_state._WORLD is not None:
+            parallel_state._WORLD.destroy()
+        parallel_state._WORLD = parallel_state._NODE_COUNT = None
+    gc.collect()
+    if torch.cuda.is_available():
+        torch.cuda.empty_cache()
 
 
 def _count_ranks_eagerly() -> None:
