@@ -54,7 +54,8 @@ def test_a_run_goes_on_from_its_adapters_merged_into_another_engine(folder, run,
     assert row["policy/ref_kl"] > 1e-2, "the adapters are those of step 2"
 
 
-def test_a_target_that_matches_nothing_ends_the_run_before_the_first_rollout(run, grpo, tmp_path):
+def test_a_target_that_matches_nothing_is_refused_before_the_run_begins(run, grpo, tmp_path):
     command = run(*grpo, "policy.training.lora.rank=4", "policy.training.lora.targets=[q_prj]",
-                  f"trainer.run_dir={tmp_path}/run", code=1)
+                  f"trainer.run_dir={tmp_path}/run", code=2)
     assert "'q_prj' names no linear layer of the model's decoder layers. Did you mean q_proj" in command.err
+    assert not (tmp_path / "run").exists()

@@ -31,5 +31,6 @@ def test_two_steps_under_replayed_experts(run, mixture, tmp_path, engine, replay
 
 
 def test_a_dense_model_has_nothing_to_replay(run, grpo, tmp_path):
-    command = run(*grpo, "policy.routing_replay=rollout", f"trainer.run_dir={tmp_path}/run", code=1)
+    command = run(*grpo, "policy.routing_replay=rollout", f"trainer.run_dir={tmp_path}/run", code=2)
     assert "policy.routing_replay must be off for a model without experts, got 'rollout'" in command.err
+    assert not (tmp_path / "run").exists()
