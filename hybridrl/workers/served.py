@@ -2,8 +2,11 @@
 
 import asyncio
 import json
+import signal
 import threading
-from concurrent.futures import Future
+from collections.abc import Iterator
+from concurrent.futures import Future, InvalidStateError
+from contextlib import contextmanager, suppress
 from pathlib import Path
 
 from hybridrl.config import ServeConfig
@@ -46,7 +49,8 @@ class ServedWorker(Worker):
         thread = threading.Thread(target=lambda: loop.run_until_complete(self._listen(ended, done)), daemon=True)
         thread.start()
         try:
-            self.engine.drive([done])
+            with _ended_by_interrupt(done):
+                self.engine.drive([done])
             done.result()
         finally:
             if thread.is_alive():
@@ -61,9 +65,33 @@ class ServedWorker(Worker):
                 print(json.dumps(access), flush=True)
                 await ended.wait()
         except BaseException as error:  # raised by `serve`
-            done.set_exception(error)
+            with suppress(InvalidStateError):  # interrupted before
+                done.set_exception(error)
         finally:
             await self._server.close()
 
     def close(self) -> None:
         self.engine.close()
+
+
+@contextmanager
+def _ended_by_interrupt(done: Future[None]) -> Iterator[None]:
+    """Inside, the first Ctrl-C ends `done`, and leaves the engine its step: vLLM may not survive an end within one.
+
+    A second one interrupts at once. In another than the main thread nothing changes.
+    """
+    if threading.current_thread() is not threading.main_thread():
+        yield
+        return
+    before = signal.getsignal(signal.SIGINT)
+
+    def end(*_: object) -> None:
+        signal.signal(signal.SIGINT, before)
+        with suppress(InvalidStateError):
+            done.set_exception(KeyboardInterrupt())
+
+    signal.signal(signal.SIGINT, end)
+    try:
+        yield
+    finally:
+        signal.signal(signal.SIGINT, before)
