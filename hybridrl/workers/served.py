@@ -76,9 +76,10 @@ class ServedWorker(Worker):
 
 @contextmanager
 def _ended_by_interrupt(done: Future[None]) -> Iterator[None]:
-    """Inside, the first Ctrl-C ends `done`, and leaves the engine its step: vLLM may not survive an end within one.
+    """Inside, the first Ctrl-C ends `done`, so that the engine finishes its step; a second one interrupts at once.
 
-    A second one interrupts at once. In another than the main thread nothing changes.
+    Also where a script started this process in the background, which leaves SIGINT ignored. In another than the main
+    thread nothing changes.
     """
     if threading.current_thread() is not threading.main_thread():
         yield
