@@ -2,6 +2,7 @@
 
 import asyncio
 import os
+import signal
 import time
 
 import pytest
@@ -197,33 +198,43 @@ def test_a_server_that_can_not_start_says_why(monkeypatch):
         run(work)
 
 
+async def cancel_a_fork(server):
+    """Ask for a process and give up on it before the server, which is stopped meanwhile, can answer."""
+    pid = server._process.pid
+    os.kill(pid, signal.SIGSTOP)
+    os.waitid(os.P_PID, pid, os.WSTOPPED)
+    try:
+        asked = asyncio.ensure_future(server.fork(5.0))
+        while not server._lock.locked():
+            await asyncio.sleep(0)
+        asked.cancel()
+        await asyncio.wait([asked])
+        assert asked.cancelled()
+    finally:
+        os.kill(pid, signal.SIGCONT)
+
+
 def test_a_fork_that_is_cancelled_leaves_no_answer_for_the_next_one():
-    async def cancel_in_mid_fork():
+    async def work():
         server = pool_module._Server("guess", {})
         try:
             first = await server.fork(5.0)
-            cancelled = asyncio.ensure_future(server.fork(5.0))
-            while not server._lock.locked():
-                await asyncio.sleep(0)
-            cancelled.cancel()
+            await cancel_a_fork(server)
             second = await server.fork(5.0)
             assert second._pid > 0 and second._pid != first._pid
             return [await server.end(session._pid, session._parent) for session in (second, first)]
         finally:
-            server._stop()
+            await server.close()
 
-    assert asyncio.run(cancel_in_mid_fork()) == ["signal SIGKILL"] * 2
+    assert asyncio.run(work()) == ["signal SIGKILL"] * 2
 
 
 def test_closing_waits_for_a_fork_that_was_cancelled():
-    async def close_in_mid_fork():
+    async def work():
         server = pool_module._Server("guess", {})
         await server.fork(5.0)
-        cancelled = asyncio.ensure_future(server.fork(5.0))
-        while not server._lock.locked():
-            await asyncio.sleep(0)
-        cancelled.cancel()
+        await cancel_a_fork(server)
         await server.close()
         return asyncio.all_tasks() - {asyncio.current_task()}
 
-    assert asyncio.run(close_in_mid_fork()) == set()
+    assert asyncio.run(work()) == set()
