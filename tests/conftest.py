@@ -4,7 +4,13 @@ import os
 from collections.abc import Callable, Iterator
 from typing import Any
 
+import hypothesis
 import pytest
+
+# The same examples on every machine, however slow: what CI says of a commit is true of it elsewhere.
+hypothesis.settings.register_profile("repeatable", deadline=None, derandomize=True,
+                                     suppress_health_check=[hypothesis.HealthCheck.too_slow])
+hypothesis.settings.load_profile("repeatable")
 
 os.environ.setdefault("OMP_NUM_THREADS", "1")
 

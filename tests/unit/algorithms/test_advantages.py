@@ -20,7 +20,7 @@ from hybridrl.errors import BatchError
 from tests.unit.algorithms import reference
 from tests.unit.algorithms.cases import batches, make_columns
 
-QUICK = settings(max_examples=25, deadline=None)
+QUICK = settings(max_examples=25)
 
 
 def same(got, expected):
@@ -65,7 +65,7 @@ def test_maxrl(columns):
     same(got, reference.spread(expected, columns["mask"]))
 
 
-@settings(max_examples=40, deadline=None)
+@settings(max_examples=40)
 @given(seed=st.integers(0, 1000), sizes=st.lists(st.integers(3, 7), min_size=1, max_size=3), k=st.integers(1, 3))
 def test_pass_at_k_is_the_mean_over_subsets(seed, sizes, k):
     ids = torch.cat([torch.full((n,), i) for i, n in enumerate(sizes)])
@@ -81,7 +81,7 @@ def test_pass_at_k_is_the_mean_over_subsets(seed, sizes, k):
     torch.testing.assert_close(got, reference.spread(expected, columns["mask"]), atol=1e-9, rtol=1e-9)
 
 
-@settings(max_examples=40, deadline=None)
+@settings(max_examples=40)
 @given(
     seed=st.integers(0, 1000),
     sizes=st.lists(st.integers(3, 6), min_size=1, max_size=3),

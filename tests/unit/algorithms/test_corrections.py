@@ -12,7 +12,7 @@ from hybridrl.errors import ConfigError
 from tests.unit.algorithms import reference
 from tests.unit.algorithms.cases import batches, make_columns, random_pieces, take_rows
 
-QUICK = settings(max_examples=20, deadline=None)
+QUICK = settings(max_examples=20)
 SCHEMES = [
     ("token_tis", {"lo": 0.8, "hi": 1.1}),
     ("token_tis", {"hi": None}),

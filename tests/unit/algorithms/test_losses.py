@@ -23,7 +23,7 @@ from hybridrl.errors import ConfigError
 from tests.unit.algorithms import reference
 from tests.unit.algorithms.cases import batches, make_columns, random_pieces, take_rows
 
-QUICK = settings(max_examples=20, deadline=None)
+QUICK = settings(max_examples=20)
 LOSSES = [
     ("ppo_clip", {}),
     ("ppo_clip", {"clip_low": 0.1, "clip_high": 0.28, "dual_clip": 1.5}),
@@ -165,7 +165,7 @@ def test_zero_advantage_gives_nothing(name, options):
 
 
 @pytest.mark.parametrize(("name", "options"), LOSSES)
-@settings(max_examples=10, deadline=None)
+@settings(max_examples=10)
 @given(columns=batches, seed=st.integers(0, 1000), mode=st.sampled_from(sorted(AGGREGATIONS)))
 def test_partition(name, options, columns, seed, mode):
     """Any split into pieces, empty ones included, adds up to the same loss and gradient."""

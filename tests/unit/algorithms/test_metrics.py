@@ -34,7 +34,7 @@ from hybridrl.algorithms import (
 from hybridrl.errors import ConfigError
 from tests.unit.algorithms.cases import batches, make_columns, random_pieces, take_rows
 
-QUICK = settings(max_examples=20, deadline=None)
+QUICK = settings(max_examples=20)
 
 
 def test_policy_metrics_by_hand():
@@ -165,7 +165,7 @@ def test_pass_at_k_metrics_average_over_prompts():
     assert columns["mask"].shape == (9, 9)
 
 
-@settings(max_examples=40, deadline=None)
+@settings(max_examples=40)
 @given(
     answers=st.lists(st.sampled_from("abcd"), min_size=1, max_size=7), k=st.integers(1, 7), right=st.sampled_from("ab")
 )

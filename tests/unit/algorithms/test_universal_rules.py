@@ -43,7 +43,7 @@ FUNCTIONS = (
 )
 IDS = [f"{table.kind}-{name}-{i}".replace(" ", "_") for i, (table, name, _) in enumerate(FUNCTIONS)]
 everything = pytest.mark.parametrize(("table", "name", "options"), FUNCTIONS, ids=IDS)
-FEW = settings(max_examples=5, deadline=None)
+FEW = settings(max_examples=5)
 
 
 def adapt(name, columns):

@@ -199,7 +199,7 @@ def changes(draw):
 
 
 @given(st.lists(changes(), max_size=4))
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=60)
 def test_a_patch_comes_back(tensors):
     before = {f"t{i}": tensor_of(bits, dtype) for i, (dtype, bits, _) in enumerate(tensors)}
     after = {f"t{i}": tensor_of(bits, dtype) for i, (dtype, _, bits) in enumerate(tensors)}
