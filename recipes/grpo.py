@@ -83,7 +83,7 @@ def main(cfg: GRPOConfig) -> None:
         for step, batch in run.steps(prompts):
             policy.step = step
             batch = rollout(step, batch)
-            sampling = {}
+            sampling: dict[str, float] = {}
             if cfg.algorithm.dynamic_sampling.enabled:
                 batch, sampling = refill(step, batch)
             with run.phase("log_probs"):

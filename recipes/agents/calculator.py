@@ -7,12 +7,13 @@ It asks, runs the calculations that the model calls for, shows their results, an
 """
 
 import json
+from typing import Any
 
 from openai import OpenAI
 
 from hybridrl.environments.tools.calculator import calculator
 
-TOOLS = [{"type": "function", "function": {
+TOOLS: Any = [{"type": "function", "function": {
     "name": "calculator", "description": "Work out an arithmetic expression.",
     "parameters": {"type": "object", "properties": {"expression": {"type": "string"}}, "required": ["expression"]}}}]
 
@@ -20,9 +21,9 @@ TOOLS = [{"type": "function", "function": {
 def solve(task, base_url: str, api_key: str, model: str, rounds: int = 4) -> str:
     """Answer the task's question in at most `rounds` responses; returns the last one."""
     client = OpenAI(base_url=base_url, api_key=api_key)
-    messages = [{"role": "user", "content": task.prompt}]
+    messages: list[Any] = [{"role": "user", "content": task.prompt}]
     for left in reversed(range(rounds)):
-        message = client.chat.completions.create(model=model, messages=messages, tools=TOOLS,
+        message: Any = client.chat.completions.create(model=model, messages=messages, tools=TOOLS,
                                                  tool_choice="auto" if left else "none").choices[0].message
         if not message.tool_calls:
             break

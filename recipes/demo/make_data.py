@@ -30,7 +30,7 @@ def forget_carries(a: int, b: int) -> int:
 
 def draw_problems(count: int, short_frac: float, taken: set[Pair], rng: random.Random) -> list[Pair]:
     """`count` pairs of terms that are not in `taken` in either order; adds them to it."""
-    problems = []
+    problems: list[Pair] = []
     while len(problems) < count:
         if rng.random() < short_frac:
             a, b = (rng.randrange(10 ** rng.randint(1, 3)) for _ in range(2))
@@ -45,7 +45,8 @@ def draw_problems(count: int, short_frac: float, taken: set[Pair], rng: random.R
 
 def make_rows() -> dict[str, list[dict[str, str]]]:
     """Rows of each file by its name: prompt and answer as text."""
-    rng, taken = random.Random(SEED), set()
+    rng = random.Random(SEED)
+    taken: set[Pair] = set()
     rows = {}
     for name, count in ROWS.items():
         short_frac, forget_frac = (SHORT_FRAC, FORGET_FRAC) if name == "sft" else (0.0, 0.0)
