@@ -20,8 +20,10 @@ from hybridrl.dispatch import Axis, Dispatch
 from hybridrl.errors import DeadlineError, HybridRLError
 from hybridrl.workers.base import Worker, WorkerContext
 
-# After the first failure the other ranks get this long to report theirs, so that the first cause is named.
+# After a failure the other ranks get this long to report theirs, so that the first cause is named.
 _GRACE_S = 3.0
+# After a refusal they get longer: the pool lives on where all refuse, however unevenly a busy machine runs them.
+_REFUSAL_GRACE_S = 20.0
 # Pools are bound to devices, not to CPU shares: any number of pools fits a small machine.
 _CPUS_PER_RANK = 0.01
 
@@ -134,7 +136,7 @@ class RayPool:
     def diagnose(self, future: RayFuture) -> HybridRLError:
         """The error of a call that failed: the first cause, not the broken connections that followed it."""
         waiting = dict(zip(future.refs, future.ranks, strict=True))
-        failures, end = [], time.monotonic() + _GRACE_S
+        failures, end = [], time.monotonic() + _REFUSAL_GRACE_S
         while waiting and time.monotonic() < end:
             ready, _ = ray.wait(list(waiting), timeout=max(0.0, end - time.monotonic()), fetch_local=False)
             for ref in ready:
@@ -143,6 +145,8 @@ class RayPool:
                     ray.get(ref)
                 except RayError as failed:
                     failures.append(self._failure(failed, rank, future.call))
+            if not all(failure.harmless for failure in failures):
+                end = min(end, time.monotonic() + _GRACE_S)
         # A process that died (its time counts as 0) breaks its peers' connections; a rank that raised does not.
         error = worker_error(min(failures, key=lambda failure: failure.when))
         if not waiting and len(failures) == len(future.ranks) and all(failure.harmless for failure in failures):
