@@ -2,6 +2,7 @@
 
 import os
 import time
+from pathlib import Path
 
 import torch
 import torch.distributed as dist
@@ -105,11 +106,19 @@ class Tiny(Worker):
         return self.rank
 
     @to_all
-    def barrier(self, absent: int) -> None:
-        """Wait for all ranks in a collective that one of them never joins."""
-        if self.rank == absent:
-            time.sleep(300)
-        dist.barrier()
+    def wait_for(self, file: str) -> int:
+        """Wait until a file exists."""
+        while not os.path.exists(file):
+            time.sleep(0.01)
+        return self.rank
+
+    @to_all
+    def hang(self, folder: str, barrier: bool) -> None:
+        """Leave a file named as the rank, and wait: with `barrier` rank 0 in one that the others never join."""
+        Path(folder, str(self.rank)).touch()
+        if barrier and self.rank == 0:
+            dist.barrier()
+        time.sleep(300)
 
     @to_all
     def refuse(self, message: str) -> None:
