@@ -1,6 +1,6 @@
 """What a process holds, at most and at present: of memory that is really touched."""
 
-import time
+import threading
 
 import pytest
 import torch
@@ -11,22 +11,37 @@ CPU = torch.device("cpu")
 MIB = 2**20
 
 
-def take_and_free(mib: int) -> None:
+def take_and_free(mib: int, seen=lambda: None) -> None:
     block = torch.ones(mib * MIB // 4)  # large enough for a mapping of its own, which goes back when freed
-    time.sleep(0.05)
+    seen()
     del block
 
 
 @pytest.mark.parametrize("kernel_counts", [True, False])
 def test_the_peak_is_that_of_the_work_inside(monkeypatch, kernel_counts):
+    looks = threading.Semaphore(0)
+
+    def held_bytes(device):
+        held = measure(device)
+        looks.release()
+        return held
+
+    def seen():
+        """Until the thread that looks has looked; the first look may have begun before there was anything to see."""
+        while looks.acquire(blocking=False):
+            pass
+        assert kernel_counts or looks.acquire(timeout=60) and looks.acquire(timeout=60)
+
+    measure = memory.held_bytes
+    monkeypatch.setattr(memory, "held_bytes", held_bytes)
     if not kernel_counts:
         monkeypatch.setattr(memory, "_reset_high_water", lambda: False)
     take_and_free(200)
     with memory.peak_memory(CPU) as peak:
-        take_and_free(100)
+        take_and_free(100, seen)
     assert 95 * MIB < peak.bytes - peak.before_bytes < 130 * MIB
     with memory.peak_memory(CPU) as idle:
-        time.sleep(0.02)
+        seen()
     assert idle.bytes - idle.before_bytes < 20 * MIB, "what came before does not count"
 
 

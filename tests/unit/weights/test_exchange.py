@@ -33,7 +33,7 @@ def layout(peer: int) -> list[Copy]:
 
 def exchange_on_four_ranks(rank, file, failures):
     dist.init_process_group("gloo", init_method=f"file://{file}", rank=rank, world_size=RANKS,
-                            timeout=timedelta(seconds=60))
+                            timeout=timedelta(seconds=200))
     try:
         full = whole_weights()
         for mesh, placements in ((init_device_mesh("cpu", (4,)), [Shard(0)]),
@@ -74,7 +74,7 @@ def test_four_ranks_and_two_peers(tmp_path):
     processes = multiprocessing.start_processes(
         exchange_on_four_ranks, args=(tmp_path / "meeting", failures), nprocs=RANKS, join=False, start_method="spawn")
     try:
-        ended = any(processes.join(timeout=5) for _ in range(24))
+        ended = any(processes.join(timeout=5) for _ in range(48))
     except Exception:
         ended = True
     for process in processes.processes:

@@ -53,14 +53,13 @@ def test_fifty_patches_that_are_dropped_corrupted_and_repeated(dtype, seed):
     """Whatever arrives, the receiver holds, bit by bit, the newest weights whose delivery was acknowledged."""
     dice, generator = random.Random(seed), torch.Generator().manual_seed(seed)
     weights, held, sender, receiver = pair(dtype)
-    counts = dict.fromkeys(("dropped", "corrupted", "truncated", "repeated", "delivered", "full"), 0)
-    late = []
-    for version in range(1, 51):
+    fates = ["dropped", "corrupted", "truncated", "repeated", "delivered"] * 10
+    dice.shuffle(fates)
+    full, late = 0, []
+    for version, fate in enumerate(fates, 1):
         step(weights, generator)
         data = sender.encode(weights.items(), version)
         expected = {name: weight.clone() for name, weight in held.items()}
-        fate = dice.choice(["dropped", "corrupted", "truncated", "repeated", "delivered", "delivered"])
-        counts[fate] += 1
         if fate == "dropped":  # and unnoticed: the sender believes it arrived
             sender.acknowledge(version)
             late.append(data)
@@ -76,7 +75,7 @@ def test_fifty_patches_that_are_dropped_corrupted_and_repeated(dtype, seed):
         except PatchError:
             assert_same(held, expected, dtype)  # a refused patch leaves no trace
             receiver.apply(sender.full(weights.items(), version))
-            counts["full"] += 1
+            full += 1
         sender.acknowledge(version)
         if fate == "repeated":
             assert receiver.apply(data) is False
@@ -87,7 +86,7 @@ def test_fifty_patches_that_are_dropped_corrupted_and_repeated(dtype, seed):
         assert_same(held, weights, dtype)
         assert receiver.state == sender.state and receiver.state.version == version
     receiver.verify()
-    assert min(counts.values()) >= 3, counts
+    assert full >= 20, "whatever was damaged"
 
 
 def test_the_base_advances_only_when_acknowledged():

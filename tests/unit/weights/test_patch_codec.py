@@ -244,8 +244,10 @@ def test_size_at_one_percent():
 
 
 def small_patch():
-    before = {"a": torch.randn(3000).bfloat16(), "b": torch.randn(4, 5), "empty": torch.zeros(0)}
-    after = {"a": before["a"] * (torch.rand(3000) < 0.05).add(1).bfloat16(), "b": before["b"] * 1.01,
+    g = torch.Generator().manual_seed(0)
+    before = {"a": torch.randn(3000, generator=g).bfloat16(), "b": torch.randn(4, 5, generator=g),
+              "empty": torch.zeros(0)}
+    after = {"a": before["a"] * (torch.rand(3000, generator=g) < 0.05).add(1).bfloat16(), "b": before["b"] * 1.01,
              "empty": before["empty"]}
     return encode(patch_of(before, after))
 
