@@ -30,8 +30,8 @@ LAYOUTS = {"1": (1, 1), "2x1": (2, 1), "1x2": (2, 2)}
 FAMILIES = (*MIXTURES, "llama", "qwen2", "qwen3", THROUGH_TRANSFORMERS)
 """Further models that one layout runs. vLLM makes its groups once a process, and those of a dense model don't do for a
 mixture: mixtures come first."""
-GAP = 1e-5
-"""Agreement of the engines in float32."""
+GAP = 5e-5
+"""Agreement of the engines in float32: ten times the rounding that was seen. A missing weight shows above 1e-2."""
 
 
 @pytest.fixture(scope="module")
@@ -521,9 +521,9 @@ def test_deltas(policies, layout, kind, rounds):
             policy.sync_weights()
             assert max(policy.gap()) < GAP
             metrics = policy.take_metrics()[0]
-            assert metrics["sync/changed_frac"] == pytest.approx(0.03, rel=0.1)
+            assert metrics["sync/changed_frac"] == pytest.approx(0.03, rel=0.3)
             assert metrics["sync/received_bytes"] <= 0.1 * full["sync/received_bytes"] * (2 if layout == "1x2" else 1)
-            assert metrics["sync/bytes"] == pytest.approx(0.03 * full["sync/bytes"], rel=0.1)
+            assert metrics["sync/bytes"] == pytest.approx(0.03 * full["sync/bytes"], rel=0.3)
         policy.scale_weights(0.9)  # everything changes
         policy.sync_weights()
         assert max(policy.gap()) < GAP

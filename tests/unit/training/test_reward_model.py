@@ -64,7 +64,7 @@ def test_a_model_with_the_policys_tokenizer_reads_the_sampled_tokens(folder):
     texts = [torch.cat(row).tolist() for row in zip(rows_of(batch["prompt_ids"]), rows_of(batch["response_ids"]),
                                                     strict=True)]
     scores, errors = scored(ours.score(batch))
-    torch.testing.assert_close(scores, plain_scores(path, texts), rtol=0, atol=1e-5)
+    torch.testing.assert_close(scores, plain_scores(path, texts), rtol=0, atol=1e-4)
     assert scores.std() > 0.1 and errors == [None] * 3 and scores.dtype == torch.float32
 
 
@@ -75,7 +75,7 @@ def test_another_tokenizer_reads_the_texts_in_its_own_template(folder, other):
     rendered = ["u:1+2=<eos>a:3<eos>", "s:add<eos>u:3+4=<eos>a:is it 7?<eos>", "u:5+6=<eos>a:<eos>"]
     texts = [tokenizer(text, add_special_tokens=False)["input_ids"] for text in rendered]
     scores, errors = scored(ours.score(batch_of(PROMPTS, RESPONSES, folder("llama"))))
-    torch.testing.assert_close(scores, plain_scores(other, texts), rtol=0, atol=1e-5)
+    torch.testing.assert_close(scores, plain_scores(other, texts), rtol=0, atol=1e-4)
     assert errors == [None] * 3
 
 
@@ -85,12 +85,12 @@ def test_a_template_of_ones_own_and_scale_bias_and_clip(folder, other):
     plain = plain_scores(other, [tokenizer(text)["input_ids"] for text in rendered])
     raw, _ = scored(worker(other, folder("llama"), template="{{prompt}} {response}").score(
         batch_of(PROMPTS, RESPONSES, folder("llama"))))
-    torch.testing.assert_close(raw, plain, rtol=0, atol=1e-5)
+    torch.testing.assert_close(raw, plain, rtol=0, atol=1e-4)
     clip = float((2 * plain - 1).abs().median())
     shaped, _ = scored(worker(other, folder("llama"), template="{{prompt}} {response}", scale=2.0, bias=-1.0, clip=clip)
                        .score(batch_of(PROMPTS, RESPONSES, folder("llama"))))
     expected = [max(-clip, min(clip, 2 * value - 1)) for value in plain.tolist()]
-    assert shaped.tolist() == pytest.approx(expected, abs=1e-5) and set(expected) & {clip, -clip}
+    assert shaped.tolist() == pytest.approx(expected, abs=1e-4) and set(expected) & {clip, -clip}
 
 
 def test_texts_that_are_too_long(folder, other):
@@ -99,11 +99,11 @@ def test_texts_that_are_too_long(folder, other):
     whole, _ = scored(worker(other, folder("llama")).score(batch))
     marked, errors = scored(worker(other, folder("llama"), max_tokens=10).score(batch))
     assert errors == [None, "the text has 23 tokens, more than reward.model.max_tokens=10", None]
-    assert math.isnan(marked[1]) and torch.allclose(marked[[0, 2]], whole[[0, 2]], atol=1e-5)
+    assert math.isnan(marked[1]) and torch.allclose(marked[[0, 2]], whole[[0, 2]], atol=1e-4)
     cut, errors = scored(worker(other, folder("llama"), max_tokens=10, too_long="cut").score(batch))
     text = AutoTokenizer.from_pretrained(other)("u:3+4=<eos>a:is it 7?")["input_ids"][-10:]
     assert errors == [None] * 3
-    assert float(cut[1]) == pytest.approx(float(plain_scores(other, [text])[0]), abs=1e-5)
+    assert float(cut[1]) == pytest.approx(float(plain_scores(other, [text])[0]), abs=1e-4)
 
 
 def test_a_row_that_cannot_be_scored_says_why(folder, other, tmp_path):

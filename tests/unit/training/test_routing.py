@@ -203,7 +203,7 @@ def test_an_update_replays_in_every_forward_pass(one_rank, folder, changes):
     whole, cut = engine(folder, "rollout"), engine(folder, "rollout", **changes)
     wanted, found = (finalize(e.backward(batch, summed)) for e in (whole, cut))
     for p, q in zip(whole.model.parameters(), cut.model.parameters(), strict=True):
-        torch.testing.assert_close(q.grad, p.grad, rtol=1e-4, atol=1e-6)
+        torch.testing.assert_close(q.grad, p.grad, rtol=1e-4, atol=1e-5)
     for metrics in (wanted, found):
         assert metrics["routing/fallback_rows"] == 3 * 2, "three rows end in a token of unknown experts, in two layers"
         assert 0.5 < metrics["routing/layers_differ_frac"] <= metrics["routing/tokens_differ_frac"] == 1
