@@ -91,20 +91,22 @@ def _supervise(work: Callable[[], bytes], writing: int, parent: int) -> None:
     signal_when_parent_ends(signal.SIGTERM)
     folder = tempfile.mkdtemp(prefix="tool-")
     try:
-        if os.getppid() != parent:
-            return
-        tool = os.fork()
-        if tool == 0:
-            try:
-                _work(work, folder, writing)
-            finally:
-                os._exit(1)
-        os.close(writing)
-        os.waitpid(tool, 0)
+        try:
+            if os.getppid() != parent:
+                return
+            tool = os.fork()
+            if tool == 0:
+                try:
+                    _work(work, folder, writing)
+                finally:
+                    os._exit(1)
+            os.close(writing)
+            os.waitpid(tool, 0)
+        finally:  # the caller's word to stop often comes just as the tool ends: before this, or never
+            signal.signal(signal.SIGTERM, signal.SIG_IGN)
     except _Stopped:
         pass
     finally:
-        signal.signal(signal.SIGTERM, signal.SIG_IGN)
         _end_descendants()
         shutil.rmtree(folder, ignore_errors=True)
 
@@ -114,6 +116,7 @@ class _Stopped(BaseException):
 
 
 def _stop(*_: Any) -> None:
+    signal.signal(signal.SIGTERM, signal.SIG_IGN)
     raise _Stopped
 
 

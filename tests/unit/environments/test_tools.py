@@ -2,7 +2,7 @@
 
 import json
 import os
-import time
+import signal
 
 import pytest
 import torch
@@ -20,6 +20,7 @@ from hybridrl.environments.tools.tool import tool_from
 from hybridrl.errors import ConfigError
 from hybridrl.workers.rollout.episode_rows import episode_batch, tasks_of
 from hybridrl.workers.rollout.episodes import EpisodeRunner
+from tests.processes import ended, exit_code, wait_for
 from tests.unit.environments.chats import chat_tokenizer
 from tests.unit.environments.engines import ScriptedEngine
 
@@ -33,15 +34,6 @@ def function(name, time_s=20.0, output_chars=200):
 
 def tool_path(name):
     return f"{FUNCTIONS}:{name}"
-
-
-def gone(pid):
-    """Whether a process ended; one that nobody reaped yet has."""
-    try:
-        with open(f"/proc/{pid}/stat") as file:
-            return file.read().rpartition(")")[2].split()[0] in "ZX"
-    except (FileNotFoundError, ProcessLookupError):
-        return True
 
 
 # ---- schemas and arguments
@@ -188,12 +180,27 @@ def test_a_tool_out_of_time_is_killed_with_what_left_its_session(tmp_path):
     told = call(function("hangs", time_s=6.0), {"file": str(pids)})
     assert told == (False, "hangs took longer than 6 s and was ended.")
     started = [int(pid) for pid in pids.read_text().split()]
-    assert len(started) == 2 and all(map(gone, started))
+    assert len(started) == 2 and ended(*started, within_s=0)
 
 
 def test_nothing_that_a_tool_started_outlives_it_nor_its_folder(tmp_path):
     ok, folder = call(function("leaves"), {"file": str(tmp_path / "pids")})
-    assert ok and gone(int((tmp_path / "pids").read_text())) and not os.path.exists(folder)
+    assert ok and ended(int((tmp_path / "pids").read_text()), within_s=0) and not os.path.exists(folder)
+
+
+def test_the_word_to_stop_that_comes_as_the_tool_ends_stops_no_cleaning_up(tmp_path, monkeypatch):
+    """Just before the supervisor stops listening to it."""
+    install, came = signal.signal, []
+
+    def late(number, handler):
+        if (number, handler) == (signal.SIGTERM, signal.SIG_IGN) and not came:
+            came.append(True)
+            os.kill(os.getpid(), signal.SIGTERM)
+        return install(number, handler)
+
+    monkeypatch.setattr(signal, "signal", late)
+    ok, folder = call(function("leaves"), {"file": str(tmp_path / "pids")})
+    assert ok and ended(int((tmp_path / "pids").read_text()), within_s=0) and not os.path.exists(folder)
 
 
 def test_a_tool_ends_with_the_process_that_called_it(tmp_path):
@@ -204,14 +211,12 @@ def test_a_tool_ends_with_the_process_that_called_it(tmp_path):
             call(function("hangs", time_s=60.0), {"file": str(pids)})
         finally:
             os._exit(0)
-    while not (pids.exists() and len(pids.read_text().split()) == 2):
-        time.sleep(0.01)
-    os.kill(caller, 9)
-    os.waitpid(caller, 0)
-    patience = time.monotonic() + 20
-    while not all(gone(int(pid)) for pid in pids.read_text().split()):
-        assert time.monotonic() < patience
-        time.sleep(0.01)
+    try:
+        wait_for(lambda: pids.exists() and pids.read_text().count(" ") == 2, "the tool and its daemon start")
+    finally:
+        os.kill(caller, signal.SIGKILL)
+        assert exit_code(caller) == -signal.SIGKILL
+    assert ended(*map(int, pids.read_text().split()))
 
 
 # ---- calculator and search
