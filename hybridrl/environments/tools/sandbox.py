@@ -68,6 +68,7 @@ class Python:
         """
         with open("main.py", "w", encoding="utf-8", errors="replace") as file:
             file.write(code)
+            os.fchmod(file.fileno(), 0o644)  # for another user, whatever this one's umask
         reading, writing = os.pipe()
         pid = os.fork()
         if pid == 0:
@@ -106,6 +107,7 @@ class Python:
 
     def _inside(self, code: str, user: int) -> NoReturn:
         folder = os.getcwd()
+        os.umask(0o022)
         if self.isolated:
             _new_root(folder, self._memory)
             folder = _HOME
