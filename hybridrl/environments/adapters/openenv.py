@@ -19,6 +19,8 @@ FULL = "CAPACITY_REACHED"
 """What a server answers that has no place for another session."""
 CAPACITY_PATIENCE_S = 1.0
 """Time that a server has to notice that a session ended before it has no place for another."""
+ENDING_S = 5.0
+"""Longest end of a server that refuses connections: it closes them first."""
 MAX_MESSAGE_BYTES = 4 << 20
 
 
@@ -113,6 +115,7 @@ class OpenEnv(AsyncEnvironment):
         if self._socket is not None:
             return
         from websockets.asyncio.client import connect
+        from websockets.exceptions import InvalidStatus
 
         if self._server is not None and self._server.ended():
             self._server.leave()
@@ -127,9 +130,15 @@ class OpenEnv(AsyncEnvironment):
                                          ping_interval=None,  # nobody answers while the engine's loop is not running
                                          proxy=None if loopback else True)
         except Exception as error:
-            await asyncio.sleep(0.2)  # a server that ends closes its connections first
-            why = self._server.ended() if self._server else ""
+            why = await self._ended() if not isinstance(error, InvalidStatus) else ""
             raise ConnectionError(f"no session with the OpenEnv server {self._app or url}: {why or error}") from error
+
+    async def _ended(self) -> str:
+        """How the server that this process started ended, if it does soon."""
+        patience = time.monotonic() + ENDING_S
+        while self._server is not None and not self._server.ended() and time.monotonic() < patience:
+            await asyncio.sleep(0.02)
+        return self._server.ended() if self._server else ""
 
     async def _ask(self, kind: str, data: dict[str, Any]) -> dict[str, Any]:
         from websockets.exceptions import ConnectionClosed

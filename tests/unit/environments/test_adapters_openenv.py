@@ -15,14 +15,14 @@ from hybridrl.environments.binding import bind
 from hybridrl.environments.pool import EnvironmentPool
 from hybridrl.environments.record import EnvironmentFailure
 from hybridrl.errors import ConfigError
+from tests.processes import ended
 from tests.unit.environments.playing import episode, said
-from tests.unit.environments.test_pool import alive
 
 HERE = "tests.unit.environments.served"
 DOWN = {"server": f"{HERE}:app", "field": "number", "show": "text"}
 
 
-def play(options, work, timeout_s=30.0):
+def play(options, work, timeout_s=80.0):
     async def main():
         pool = EnvironmentPool("openenv", options, timeout_s)
         try:
@@ -30,7 +30,7 @@ def play(options, work, timeout_s=30.0):
         finally:
             await pool.close()
 
-    return asyncio.run(asyncio.wait_for(main(), 90))
+    return asyncio.run(asyncio.wait_for(main(), 170))
 
 
 def test_episodes_at_the_same_time_have_one_server_that_ends_with_them():
@@ -52,7 +52,12 @@ def test_episodes_at_the_same_time_have_one_server_that_ends_with_them():
     assert said(refused).startswith("That is no action: number: Input should be a valid integer")
     assert refused.info == {"refused": 1} and not refused.done and said(played[3][0][2]) == "wrong"
     assert again == played[0]
-    assert not Server._running and not alive(pid)
+    assert not Server._running and ended(pid)
+
+
+def killed(server):
+    server._process.kill()
+    server._process.wait(60)  # its connections close before it has ended
 
 
 def seed_for(start):
@@ -76,7 +81,7 @@ def test_faults_of_a_server_cost_their_episode():
         (server,) = Server._running.values()
         session = await pool.open()
         await session.reset(Task(seed=1))
-        server._process.kill()
+        killed(server)
         with pytest.raises(EnvironmentFailure, match="raised: ConnectionClosed"):
             await session.step(Action("1"))
         await pool.release(session)
@@ -84,7 +89,7 @@ def test_faults_of_a_server_cost_their_episode():
         for end in ("kill", "hang up"):  # what happens to sessions that are idle while a model trains
             (server,) = Server._running.values()
             if end == "kill":
-                server._process.kill()
+                killed(server)
             else:
                 await pool._idle[-1]._environment._socket.close()
             after.append(await episode(pool, Task(seed=1), ["7"]))
@@ -120,7 +125,7 @@ def test_a_server_that_runs_is_named_by_its_url():
         replies, _ = play(options, lambda pool: episode(pool, Task(seed=seed_for(2)), ["1", "0"]))
     finally:
         server.should_exit = True
-        thread.join(10)
+        thread.join(60)
         listening.close()
     assert [said(reply) for reply in replies] == ["from 2", "right", "right"]
     with pytest.raises(EnvironmentFailure, match=r"no session with the OpenEnv server http://127.0.0.1:\d+/: .*failed"):
