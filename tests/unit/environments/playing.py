@@ -1,4 +1,4 @@
-"""Episodes of scripted actions, with the checks of the real pool."""
+"""Episodes of scripted actions, with the checks of the real pool; and deadlines that wait for others."""
 
 import asyncio
 
@@ -12,7 +12,7 @@ def episodes(name, options, *scripts, seed=1, tasks=None):
     A script's episode ends early when the environment says so; actions may be a function of the reply before.
     """
     async def main():
-        pool = EnvironmentPool(name, options, 20.0)
+        pool = EnvironmentPool(name, options, 60.0)
         try:
             tasks_of_scripts = tasks or [Task(prompt="begin", seed=seed)] * len(scripts)
             return [await episode(pool, task, script)
@@ -20,7 +20,7 @@ def episodes(name, options, *scripts, seed=1, tasks=None):
         finally:
             await pool.close()
 
-    return asyncio.run(asyncio.wait_for(main(), 60))
+    return asyncio.run(asyncio.wait_for(main(), 170))
 
 
 async def episode(pool, task, script):
@@ -34,6 +34,22 @@ async def episode(pool, task, script):
         return replies, await session.verify("done" if replies[-1].done else "max_turns")
     finally:
         await pool.release(session)
+
+
+def deadlines_after(runner, episodes):
+    """The clock of a runner's deadlines stands until so many episodes have ended; then an hour has passed.
+
+    So an episode that hangs misses its deadline, and no other does because the machine is slow.
+    """
+    loop, release, ended = runner._loop, runner._pool.release, []
+    real, stands_at = loop.time, loop.time()
+
+    async def counted(session):
+        await release(session)
+        ended.append(session)
+
+    runner._pool.release = counted
+    loop.time = lambda: stands_at if len(ended) < episodes else real() + 3600
 
 
 def said(reply):

@@ -6,7 +6,6 @@ import json
 import math
 import os
 import random
-import time
 
 import pytest
 import torch
@@ -20,11 +19,12 @@ from hybridrl.workers.rollout.chat import Chat
 from hybridrl.workers.rollout.endpoint.caller import EpisodeCaller
 from hybridrl.workers.rollout.endpoint.calls import chat_call
 from hybridrl.workers.rollout.episodes import EpisodeRunner
+from tests.processes import ended
 from tests.unit.environments.chats import chat_tokenizer
 from tests.unit.environments.engines import ScriptedEngine
+from tests.unit.environments.playing import deadlines_after
 from tests.unit.environments.test_endpoint import stuck
 from tests.unit.environments.test_episodes import play, sampled_in, scripted
-from tests.unit.environments.test_pool import alive
 
 AGENTS = "tests.unit.environments.agents"
 
@@ -296,6 +296,7 @@ def test_each_fault_costs_its_own_episode_and_is_counted(runner):
               "nan": "invalid", "none": "invalid", "text": "invalid", "nothing": "invalid"}
     one = runner(scripted(tokenizer), tokenizer, limits={"episode_timeout_s": 4.0})
     tasks = doing(*faults, *["fine"] * 5)
+    deadlines_after(one, episodes=len(tasks) - 1)
     batch = play(one, len(tasks), task=tasks)
     assert num_rows(batch) == len(tasks)
     kinds = [str(error).partition(":")[0] for error in batch["reward_error"]]
@@ -306,7 +307,7 @@ def test_each_fault_costs_its_own_episode_and_is_counted(runner):
     assert episode_metrics(batch)["episodes/failed_invalid"] == 5
     pids = {session._pid for session in one._pool._idle}
     one.close()
-    assert pids and not [pid for pid in pids if alive(pid)]
+    assert pids and ended(*pids)
 
 
 def test_faults_among_many_episodes_are_all_accounted_for(runner):
@@ -421,9 +422,7 @@ def test_a_call_in_flight_ends_with_its_episode(runner):
 
     engine.add = never
     one = runner(engine, tokenizer, limits={"episode_timeout_s": 2.0})
-    began = time.monotonic()
     batch = play(one, 2, task=doing("fine", "fine"))
-    assert time.monotonic() - began < 60
     assert [error.partition(":")[0] for error in batch["reward_error"]] == ["timeout"] * 2
     engine.generate([])
     assert not engine.running and not one._server._callers and not one._server._tasks
@@ -476,6 +475,7 @@ def test_the_processes_environment_names_the_policy():
 
     kept = dict(os.environ)
     try:
+        os.environ.pop("no_proxy", None)
         os.environ["NO_PROXY"] = "example.org"
         environment = AgentEnvironment(f"{AGENTS}:where")
         environment.run(Task(), Access("http://127.0.0.1:1/v1", "secret", "policy"))

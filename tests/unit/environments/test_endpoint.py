@@ -4,9 +4,9 @@ import asyncio
 import contextlib
 import http.client
 import json
+import math
 import random
 import threading
-import time
 from concurrent.futures import Future
 
 import openai
@@ -23,6 +23,7 @@ from hybridrl.workers.rollout.endpoint.threads import begins, same
 from hybridrl.workers.rollout.engine import Completion
 from hybridrl.workers.rollout.transformers_engine import TransformersEngine
 from tests.models import tiny_model
+from tests.processes import wait_for
 from tests.unit.environments.chats import KINDS, chat_tokenizer
 from tests.unit.environments.engines import ScriptedEngine
 
@@ -46,18 +47,18 @@ def serving(engine, tokenizer, template=True, call_format="hermes"):
 
     loop = asyncio.new_event_loop()
     threads = [threading.Thread(target=loop.run_until_complete, args=(listen(),)),
-               threading.Thread(target=engine.drive, args=([done],))]
+               threading.Thread(target=engine.drive, args=([done], math.inf))]
     for thread in threads:
         thread.start()
     try:
-        assert ready.wait(30)
+        assert ready.wait(60)
         with openai.OpenAI(base_url=server.url, api_key="secret", max_retries=0) as client:
             yield client, server
     finally:
         loop.call_soon_threadsafe(ended.set)
-        threads[0].join(30)
+        threads[0].join(60)
         done.set_result(None)
-        threads[1].join(30)
+        threads[1].join(60)
         loop.close()
 
 
@@ -92,13 +93,6 @@ def single_bytes(tokenizer, text):
                 *single_bytes(tokenizer, pieces[2])]
     pieces = tokenizer.backend_tokenizer.pre_tokenizer.pre_tokenize_str(text)
     return [tokenizer.convert_tokens_to_ids(byte) for piece, _ in pieces for byte in piece]
-
-
-def wait_for(condition):
-    patience = time.monotonic() + 30
-    while not condition():
-        assert time.monotonic() < patience
-        time.sleep(0.01)
 
 
 def user(text):
@@ -280,7 +274,7 @@ def test_a_stream_comes_while_it_is_sampled_and_ends_with_its_reader(scripted, t
     engine.script, script = lambda prompt, rng: [*ids, tokenizer.eos_token_id], engine.script
     try:
         with stuck(engine, tokens):
-            stream = client.with_options(timeout=30).chat.completions.create(
+            stream = client.with_options(timeout=60).chat.completions.create(
                 model="m", messages=user("hi"), stream=True, logprobs=True, **options)
             got, known = "", []
             for chunk in stream:
@@ -291,7 +285,7 @@ def test_a_stream_comes_while_it_is_sampled_and_ends_with_its_reader(scripted, t
                     break
             assert len(known) <= tokens and known == next(iter(engine.running.values()))[2].log_probs[:len(known)]
             stream.close()
-            wait_for(lambda: not engine.running)
+            wait_for(lambda: not engine.running, "the engine lets go of the request")
     finally:
         engine.script = script
 
@@ -414,7 +408,7 @@ def test_greedy_calls_agree_however_they_are_made(real):
 
 def post(server, path, body, key="secret", method="POST"):
     port = int(server.url.rpartition(":")[2].partition("/")[0])
-    connection = http.client.HTTPConnection("127.0.0.1", port, timeout=30)
+    connection = http.client.HTTPConnection("127.0.0.1", port, timeout=60)
     headers = {"Authorization": f"Bearer {key}"} if key else {}
     connection.request(method, f"/v1/{path}", body if isinstance(body, bytes) else json.dumps(body).encode(), headers)
     response = connection.getresponse()
@@ -559,8 +553,8 @@ def test_a_withdrawn_key_ends_its_calls(tokenizer):
 
         thread = threading.Thread(target=call)
         thread.start()
-        assert waiting.wait(30)
-    thread.join(30)
+        assert waiting.wait(60)
+    thread.join(60)
     assert len(failed) == 1 and not isinstance(failed[0], openai.APIStatusError)
     engine.generate([])
     assert not engine.running

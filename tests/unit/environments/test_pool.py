@@ -3,7 +3,6 @@
 import asyncio
 import os
 import signal
-import time
 
 import pytest
 
@@ -12,6 +11,7 @@ from hybridrl.environments import pool as pool_module
 from hybridrl.environments.pool import EnvironmentPool
 from hybridrl.environments.record import EnvironmentFailure, Record
 from hybridrl.errors import ConfigError, EpisodeError
+from tests.processes import children, ended
 
 HERE = "tests.unit.environments.misbehaving"
 
@@ -27,9 +27,10 @@ def run(work, name=f"{HERE}:Scripted", options=None, timeout_s=20.0):
     return asyncio.run(main())
 
 
-async def play(pool, data, actions=("a", "b")):
-    """Observations, rewards of the turns, and the reward of verify."""
+async def play(pool, data, actions=("a", "b"), timeout_s=None):
+    """Observations, rewards of the turns, and the reward of verify; `timeout_s` of a call in place of the pool's."""
     session = await pool.open()
+    session._timeout_s = timeout_s or pool._timeout_s
     try:
         replies = [await session.reset(Task(data=data, seed=1))]
         for action in actions:
@@ -37,14 +38,6 @@ async def play(pool, data, actions=("a", "b")):
         return replies, await session.verify("done")
     finally:
         await pool.release(session)
-
-
-def alive(pid):
-    try:
-        with open(f"/proc/{pid}/stat") as file:
-            return file.read().rpartition(")")[2].split()[0] != "Z"
-    except OSError:
-        return False
 
 
 @pytest.mark.parametrize("name", ["Scripted", "Waiting"])
@@ -69,7 +62,7 @@ def test_a_process_is_used_again_and_one_that_failed_is_not():
 
     first, second, last = run(work)
     assert first == second != last
-    assert not alive(first) and not alive(last)
+    assert ended(first, last)
 
 
 FAULTS = [
@@ -100,22 +93,15 @@ def test_a_fault_is_named_and_costs_one_episode():
 
 def test_what_hangs_is_killed_with_what_it_started():
     async def work(pool):
-        began = time.monotonic()
         session = await pool.open()
         pid = session._pid
         with pytest.raises(EnvironmentFailure, match="timeout: reset gave no result within 0.5 s"):
             await session.reset(Task(data={"where": "reset", "fault": "hang_with_child"}))
-        with open(f"/proc/{pid}/task/{pid}/children") as file:
-            (grandchild,) = map(int, file.read().split())
+        (grandchild,) = children(pid)  # it may start it after we lost patience
         await pool.release(session)
-        return time.monotonic() - began, pid, grandchild
+        return pid, grandchild
 
-    _, pid, grandchild = run(work, timeout_s=0.5)
-    for _ in range(100):
-        if not alive(grandchild):
-            break
-        time.sleep(0.05)
-    assert not alive(pid) and not alive(grandchild)
+    assert ended(*run(work, timeout_s=0.5))
 
 
 def test_a_server_that_dies_is_started_again_and_costs_no_episode():
@@ -140,13 +126,13 @@ def test_coroutines_fail_alike(fault, kind):
     """Also one that ends the program, that passes a cancellation of its own on, and that ignores ours."""
     async def work(pool):
         released = asyncio.Event()
+        bad = play(pool, {"fault": fault, "released": released}, timeout_s=0.5 if kind == "timeout" else None)
         try:
-            return await asyncio.gather(play(pool, {"fault": fault, "released": released}), play(pool, {}),
-                                        return_exceptions=True)
+            return await asyncio.gather(bad, play(pool, {}), return_exceptions=True)
         finally:
             released.set()
 
-    failed, good = run(work, f"{HERE}:Waiting", timeout_s=0.5)
+    failed, good = run(work, f"{HERE}:Waiting")
     assert isinstance(failed, EnvironmentFailure) and failed.kind == kind
     assert good[1] == {"agent": 1.0}
 

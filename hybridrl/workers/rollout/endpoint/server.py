@@ -33,7 +33,7 @@ MAX_BODY_BYTES = 16 << 20
 REFUSAL_DELAY_S = 0.01
 """A refusal takes this long: an agent that asks again and again must not take the event loop from the others."""
 
-END_TIMEOUT_S = 1.0
+END_TIMEOUT_S = 5.0
 """Longest wait for calls that are cancelled."""
 
 
