@@ -112,7 +112,7 @@ def test_ctrl_c_while_ray_starts(start, grpo, tmp_path):
     os.killpg(command.process.pid, signal.SIGINT)
     assert command.wait() == 130
     assert command.err.splitlines() == ["grpo: interrupted"]
-    assert command.left(grace_s=60) == []
+    assert command.left() == []
     assert metrics(tmp_path / "run") == {} and saved(tmp_path / "run") == []
 
 

@@ -58,12 +58,12 @@ def test_a_served_model_answers_and_scores_as_itself(start, model):
     whole, chunks = client.chat.completions.create(**options).choices[0], []
     with client.chat.completions.create(**options, stream=True) as stream:
         chunks = [chunk.choices[0] for chunk in stream]
-    assert "".join(chunk.delta.content or "" for chunk in chunks) == whole.message.content and len(chunks) > 4
+    assert "".join(chunk.delta.content or "" for chunk in chunks) == whole.message.content and len(chunks) > 2
     streamed = [token for chunk in chunks if chunk.logprobs for token in chunk.logprobs.content]
     assert [token.token for token in streamed] == [token.token for token in whole.logprobs.content]
     assert [t.logprob for t in streamed] == pytest.approx([t.logprob for t in whole.logprobs.content], abs=1e-4)
     command.process.send_signal(signal.SIGINT)
-    assert command.wait(60) == 130 and command.left() == []
+    assert command.wait(120) == 130 and command.left() == []
 
 
 def test_an_address_that_is_not_to_be_had_is_refused_before_a_model_is_loaded(model):

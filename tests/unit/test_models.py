@@ -182,10 +182,11 @@ def convert_in_process(cache: str, start, results) -> None:
 def test_two_processes_convert_once(tmp_path):
     spawn = multiprocessing.get_context("spawn")
     start, results = spawn.Barrier(2), spawn.Queue()
-    workers = [spawn.Process(target=convert_in_process, args=(str(tmp_path), start, results)) for _ in range(2)]
+    workers = [spawn.Process(target=convert_in_process, args=(str(tmp_path), start, results), daemon=True)
+               for _ in range(2)]
     for worker in workers:
         worker.start()
-    assert [results.get(timeout=60) for _ in workers] == [str(tmp_path / "toy-1")] * 2
+    assert [results.get(timeout=180) for _ in workers] == [str(tmp_path / "toy-1")] * 2
     for worker in workers:
         worker.join(timeout=60)
     assert (tmp_path / "conversions").read_text() == "x"

@@ -26,6 +26,7 @@ from hybridrl.rewards.functions import exact, math_verify, numeric, reasoning_gy
 from hybridrl.rewards.numbers import final_number, final_number_text
 from hybridrl.rewards.pool import Outcome
 from tests.models import tiny_model
+from tests.processes import ended
 
 # Numbers
 
@@ -380,20 +381,6 @@ def test_a_row_that_can_not_be_sent_is_marked(own):
 # The life of the processes
 
 
-def gone(pid: int, deadline_s: float = 30.0) -> bool:
-    """Whether a process ends before the deadline; a zombie that nobody has collected counts as ended."""
-    end = time.monotonic() + deadline_s
-    while time.monotonic() < end:
-        try:
-            with open(f"/proc/{pid}/stat") as stat:
-                if stat.read().rpartition(")")[2].split()[0] in "ZX":
-                    return True
-        except (FileNotFoundError, ProcessLookupError):
-            return True
-        time.sleep(0.05)
-    return False
-
-
 def test_reward_processes_stay_without_torch(own):
     with Rewarder(config(f"{own}:torch_loaded")) as rewarder:
         assert rewarder(make_batch(response=["a"]))["rewards"].tolist() == [0]
@@ -404,7 +391,7 @@ def test_workers_are_as_many_as_asked_for_and_end_with_the_rewarder(own):
         pids = {int(pid) for pid in rewarder(make_batch(response=["a"] * 200))["rewards"].tolist()}
         assert len(rewarder._pool._workers) == 2
         assert pids <= {worker.process.pid for worker in rewarder._pool._workers}
-    assert all(gone(pid) for pid in pids)
+    assert ended(*pids)
     with Rewarder(config(f"{own}:pid", workers=8)) as rewarder:
         rewarder(make_batch(response=["a"]))
         assert len(rewarder._pool._workers) == 1  # one row needs one worker
@@ -414,7 +401,7 @@ def test_a_worker_that_died_between_batches_is_replaced_without_loss(own):
     with Rewarder(config(f"{own}:pid", workers=1)) as rewarder:
         first = int(rewarder(make_batch(response=["a"]))["rewards"][0])
         os.kill(first, signal.SIGKILL)
-        assert gone(first)
+        assert ended(first)
         scored = rewarder(make_batch(response=["a"] * 3))
         assert rows_of(scored["reward_error"]) == [None] * 3
         assert first not in scored["rewards"].tolist()
@@ -424,7 +411,7 @@ def test_a_killed_call_takes_its_children_along(own, tmp_path, monkeypatch):
     monkeypatch.setenv("CHILD_FILE", str(tmp_path / "pid"))
     with Rewarder(config(f"{own}:misbehave", timeout_s=3)) as rewarder:
         rewarder(make_batch(response=["child", "fine"]))
-        assert gone(int((tmp_path / "pid").read_text()))
+        assert ended(int((tmp_path / "pid").read_text()))
 
 
 def test_an_interrupted_batch_leaves_nothing_for_the_next_one(own, monkeypatch):
@@ -470,7 +457,7 @@ def test_a_controller_that_is_killed_leaves_no_process(own, tmp_path, response):
         controller.kill()
         controller.wait()
         controller.stdout.close()
-    assert gone(pid)
+    assert ended(pid)
 
 
 # Model and judge
