@@ -81,7 +81,7 @@ def _command_line(name: str, config_class: type[Config], doc: str | None, words:
 def _help(name: str, config_class: type, doc: str | None) -> str:
     lines = [f"usage: python -m recipes.{name} [--config FILE.yaml] [group=choice ...] [key=value ...]", ""]
     lines += [(doc or inspect.getdoc(config_class) or "").splitlines()[0], ""]
-    groups = {group: choices for group, choices in groups_of(name).items() if choices}
+    groups = {group: choices for group, choices in groups_of(name, config_class).items() if choices}
     if groups:
         lines += ["groups:", *_columns((f"{group}=", " | ".join(choices)) for group, choices in groups.items()), ""]
     options = own_options(config_class)

@@ -45,7 +45,7 @@ def load(
         file: a YAML file of differences; it may have a `defaults` list that overrides groups.
     Raises ConfigError, in one line.
     """
-    groups, store = groups_of(name), ConfigStore.instance()
+    groups, store = groups_of(name, config_class), ConfigStore.instance()
     store.store(name="schema", node=config_class)
     layers = [name]
     if file is not None:
@@ -87,14 +87,28 @@ def _read(file: Path, overrides: Sequence[str]) -> Any:
     return OmegaConf.create(content or {})
 
 
-def groups_of(name: str) -> dict[str, list[str]]:
-    """Config groups that a recipe's YAML lists, with their choices."""
+def groups_of(name: str, config_class: type | None = None) -> dict[str, list[str]]:
+    """Config groups that a recipe's YAML lists, with their choices; of experiments, those whose options the class has."""
     file = CONFIG_DIR / f"{name}.yaml"
     if not file.is_file():
         raise ConfigError(unknown("recipe config", name, (path.stem for path in CONFIG_DIR.glob("*.yaml"))))
     entries = (yaml.safe_load(file.read_text()) or {}).get("defaults", [])
     names = [group for entry in entries if isinstance(entry, dict) for group in entry]
-    return {group: sorted(path.stem for path in (CONFIG_DIR / group).glob("*.yaml")) for group in names}
+    groups = {group: sorted(path.stem for path in (CONFIG_DIR / group).glob("*.yaml")) for group in names}
+    if config_class is not None and "experiment" in groups:
+        groups["experiment"] = [choice for choice in groups["experiment"] if _fits(choice, config_class)]
+    return groups
+
+
+def _fits(experiment: str, config_class: type) -> bool:
+    """Whether a recipe with this config class has all options that an experiment sets."""
+    content = yaml.safe_load((CONFIG_DIR / "experiment" / f"{experiment}.yaml").read_text())
+    bases = content.pop("defaults", [])
+    try:
+        _check_keys(content, config_class)
+    except ConfigError:
+        return False
+    return all(_fits(base, config_class) for base in bases)
 
 
 def _checked(text: str, config_class: type, groups: dict[str, list[str]]) -> str:
@@ -109,6 +123,8 @@ def _checked(text: str, config_class: type, groups: dict[str, list[str]]) -> str
         raise ConfigError(f"Can't read {text!r}: one value is needed; a list is written {key}=[a,b].")
     if key in groups:
         choice = "null" if override.value() is None else override.value()
+        if choice not in groups[key] and (CONFIG_DIR / key / f"{choice}.yaml").exists():
+            raise ConfigError(f"{text} sets options of another recipe. Choices here: {', '.join(groups[key])}.")
         if choice not in groups[key] and not override.is_delete():
             raise ConfigError(unknown(f"{key}", choice, groups[key]))
         return text.lstrip("+")

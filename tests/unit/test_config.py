@@ -68,6 +68,14 @@ def test_every_algorithm_loads(choice):
     Algorithm(algorithm, max_response_tokens=8)
 
 
+def test_a_recipe_offers_the_experiments_whose_options_it_has():
+    offered = {recipe: groups_of(recipe, cls).get("experiment") for recipe, cls in RECIPES.items()}
+    assert offered == {
+        "grpo": ["demo", "moe_demo", "smollm2"], "ppo": ["demo", "moe_demo", "smollm2"],
+        "distill": ["demo", "demo_distill", "moe_demo", "smollm2"], "sft": ["demo_sft", "guess_sft"],
+        "agent": ["demo", "demo_agent", "moe_demo", "smollm2", "smollm2_agent"], "evaluate": None, "serve": None}
+
+
 def test_every_experiment_loads_with_one_of_the_recipes():
     for experiment in (path.stem for path in (CONFIG_DIR / "experiment").glob("*.yaml")):
         refusals = []
@@ -175,7 +183,8 @@ def test_a_config_class_of_the_user_may_have_more_options():
         ("reward=null", "reward must be a group of options (reward.name=value), got "),
         ("eval_suites=[{name: a, data: x}]", "eval_suites[].data must be a group of options "),
         ("algorithm=null", "Unknown algorithm 'null'. Choices: "),
-        ("experiment=demo_agent", "Unknown option 'environment'. "),
+        ("experiment=demo_agent", "experiment=demo_agent sets options of another recipe. "
+                                  "Choices here: demo, moe_demo, smollm2."),
         ("data.task=chain_sum", "data.task must be empty with data.source=jsonl, got 'chain_sum'."),
         ("data={source: reasoning_gym, task: chain_sum}", "data.path must be empty with data.source=reasoning_gym, "),
         ("trainer.steps=abc", "trainer.steps must be a whole number, got 'abc'."),
