@@ -88,7 +88,7 @@ def _read(file: Path, overrides: Sequence[str]) -> Any:
 
 
 def groups_of(name: str, config_class: type | None = None) -> dict[str, list[str]]:
-    """Config groups that a recipe's YAML lists, with their choices; of experiments, those whose options the class has."""
+    """Config groups that a recipe's YAML lists, with their choices; of experiments those whose options it has."""
     file = CONFIG_DIR / f"{name}.yaml"
     if not file.is_file():
         raise ConfigError(unknown("recipe config", name, (path.stem for path in CONFIG_DIR.glob("*.yaml"))))
