@@ -41,6 +41,19 @@ def test_updates_are_those_of_eager_layers(one_rank):
         assert (ours - theirs).norm() < 0.05 * (theirs - start[name]).norm(), name
 
 
+def test_a_cache_on_disk_tells_cpus_apart(monkeypatch):
+    """Vectors of 256 bits after those of 512, as on another machine with the same home: other keys, other code."""
+    from torch._inductor import config, cpu_vec_isa
+
+    keys = []
+    for isa in (cpu_vec_isa.VecAVX512(), cpu_vec_isa.VecAVX2()):
+        monkeypatch.setattr("hybridrl.workers.training.compiled.pick_vec_isa", lambda isa=isa: isa)
+        with config.patch():
+            engine(compile=True)
+            keys.append(config.save_config_portable()["cpp.simdlen"])
+    assert keys == [512, 256]
+
+
 def test_without_a_compiler_it_is_refused(monkeypatch):
     monkeypatch.setattr("torch._inductor.config.cpp.cxx", (None, "no-such-compiler"))
     with pytest.raises(ConfigError, match=r"training\.compile=true needs a C\+\+ compiler; install g\+\+"):
