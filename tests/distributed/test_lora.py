@@ -153,4 +153,5 @@ def test_a_frozen_base_in_bfloat16_beneath_float32_adapters(outcome):
         assert result["base"] == {"torch.bfloat16"} and result["trained"] == {"torch.float32"}
         assert result["metrics"] == outcome[2, 0]["bfloat16"]["metrics"]
         for ours, theirs in zip(result["metrics"], outcome[1, 0]["metrics", "llama_tied"], strict=True):
-            assert ours["loss"] == pytest.approx(theirs["loss"], rel=0.2)
+            # Of tokens that add up to about 150 without their signs, two decimal digits.
+            assert ours["loss"] == pytest.approx(theirs["loss"], abs=5)

@@ -146,7 +146,7 @@ def loading(folders, scratch):
     """Every checkpoint there is, loaded in every layout of this many ranks, and one more step."""
     ranks, result = dist.get_world_size(), {}
     for name, options in LAYOUTS[ranks].items():
-        for saved in filter(Path.is_dir, scratch.glob("* *")):
+        for saved in sorted(filter(Path.is_dir, scratch.glob("* *"))):  # on every rank in the same order
             ours = engine(folders["llama"], torch.float32, **options)
             ours.load(saved)
             ours.update(share(long_batch(7), options), policy_gradient)

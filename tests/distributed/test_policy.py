@@ -381,7 +381,9 @@ def test_a_single_turn_is_what_generate_gives(policies, fresh):
     played = play(policy, text)
     generated = policy.generate(make_batch(prompt_ids=list(played["prompt_ids"].unbind()), seeds=drawn["seeds"]))
     assert generated["response_ids"].values().tolist() == played["response_ids"].values().tolist()
-    assert generated["rollout_log_probs"].values().tolist() == played["rollout_log_probs"].values().tolist()
+    # Not to the last bit: prompts of episodes come to the engine as they are rendered, in batches of any size.
+    torch.testing.assert_close(generated["rollout_log_probs"].values(), played["rollout_log_probs"].values(),
+                               atol=GAP, rtol=0)
     greedy, again = (list(play(policy, text, temperature=0.0)["response"]) for _ in range(2))
     assert greedy == again != list(played["response"])
 

@@ -153,7 +153,7 @@ def test_rewards_and_environments_of_suites_are_checked_at_once(suite, said):
     ([], "data.path must be a path (or data.task a reasoning-gym task) without suites"),
     (["data.path=x", "k=[2]"], "k must be from 1 to samples_per_prompt=1, got [2]"),
     (["data.path=x", "greedy=true", "policy.rollout.temperature=0"], "greedy must be false with policy.rollout.temp"),
-    (["data.path=x", "output=README.md"], "output must be no file's name unless it ends in .jsonl")])
+    (["data.path=x", f"output={__file__}"], "output must be no file's name unless it ends in .jsonl")])
 def test_options_of_an_evaluation(words, said):
     with pytest.raises(ConfigError) as caught:
         load("evaluate", EvaluateConfig, ["policy.model.path=m", *words])

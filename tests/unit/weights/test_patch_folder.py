@@ -4,6 +4,7 @@ import os
 import subprocess
 import sys
 import textwrap
+from contextlib import contextmanager
 from pathlib import Path
 
 import pytest
@@ -226,19 +227,23 @@ def test_a_receiver_killed_in_mid_chain_and_restarted(tmp_path):
         """)
     trainer = Trainer(tmp_path, full_every=4).publish(3)
 
+    @contextmanager
     def start(until):
-        return subprocess.Popen([sys.executable, "-c", code, str(tmp_path), str(until)], stdout=subprocess.PIPE,
-                                text=True, env=os.environ | {"ROOT": str(ROOT)})
+        with subprocess.Popen([sys.executable, "-c", code, str(tmp_path), str(until)], stdout=subprocess.PIPE,
+                              text=True, env=os.environ | {"ROOT": str(ROOT)}) as process:
+            try:
+                yield process
+            finally:
+                process.kill()  # or what fails here would wait for it
 
     with start(10**6) as process:
         assert process.stdout.readline().split() == ["2", trainer.sender.state.digest]
         trainer.publish(2)
         assert int(process.stdout.readline().split()[0]) in (3, 4)
-        process.kill()
     trainer.publish(3)
     with start(9) as process:
         assert process.stdout.readline().split() == ["7", trainer.sender.state.digest]
         trainer.publish(2)
-        lines = process.stdout.read().splitlines()
+        lines = process.communicate(timeout=120)[0].splitlines()
     assert process.returncode == 0
     assert lines[-1].split() == ["9", trainer.sender.state.digest]
