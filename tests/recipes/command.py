@@ -20,6 +20,9 @@ TIMEOUT_S = 400
 MARK = "HYBRIDRL_TEST_MARK"
 NOISE = ("mismatch/", "sync/max_log_prob_gap")
 """Prefixes of the metrics that measure rounding, which no two layouts and no two orders of requests share."""
+GAP = 1e-4
+"""Between log-probs of two engines with equal weights. Here it is 1.5e-6; other processors round otherwise, and an
+update that did not arrive makes it hundreds of times as large."""
 LAYOUT = {"train/balance_ranks", "train/balance_micro_batches", "sync/bytes", "sync/received_bytes"}
 """Metrics that say how work and weights are spread over ranks."""
 
@@ -114,8 +117,8 @@ def assert_same_numbers(found: dict[str, float], expected: dict[str, float]) -> 
     """
     assert found.keys() == expected.keys()
     for name in found.keys() - LAYOUT:
-        near = 1e-4 if name.startswith(NOISE) else 1e-6
-        assert found[name] == pytest.approx(expected[name], rel=1e-4, abs=near), name
+        near = GAP if name.startswith(NOISE) else 2e-6
+        assert found[name] == pytest.approx(expected[name], rel=1e-3, abs=near), name
 
 
 def samples(folder: Path) -> list[dict]:

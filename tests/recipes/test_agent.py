@@ -7,7 +7,7 @@ import pytest
 
 from hybridrl.__main__ import main as hybridrl
 from hybridrl.metrics import read_metrics
-from tests.recipes.command import assert_same_numbers, metrics, samples
+from tests.recipes.command import GAP, assert_same_numbers, metrics, samples
 
 pytestmark = pytest.mark.slow
 
@@ -45,7 +45,7 @@ def test_metrics_have_every_part_of_a_step(unbroken):
         assert 1 <= row["episodes/turns_mean"] <= 3 and 1 <= row["episodes/turn_tokens_mean"] <= 4
         assert 0 < row["reward/mean"] == pytest.approx(  # a quarter for a sensible guess, one for a hit
             0.25 * row["episodes/info/sensible"] * row["episodes/turns_mean"] + row["group/pass@1"])
-        assert row["mismatch/max_gap"] < 1e-5 and row["train/grad_norm"] > 0
+        assert row["mismatch/max_gap"] < GAP and row["train/grad_norm"] > 0
         assert all(row[f"time/{name}"] > 0 for name in ("play", "log_probs", "update", "sync", "evaluate"))
     assert [row["version/max"] for row in rows[1:]] == [1, 2, 3]
 
@@ -99,7 +99,7 @@ def test_rewritten_history_and_failing_episodes(run, agent, model, tmp_path):
     (row,) = metrics(tmp_path / "run").values()
     assert row["episodes/played"] == 16 < row["episodes/rows"]
     assert 0 < row["episodes/failed_raised"] == row["episodes/failed"] < 16
-    assert row["train/grad_norm"] > 0 and row["mismatch/max_gap"] < 1e-5
+    assert row["train/grad_norm"] > 0 and row["mismatch/max_gap"] < GAP
     found = samples(tmp_path / "run")
     assert len(found) == row["episodes/rows"]
     for sample in found:
@@ -118,7 +118,7 @@ def test_dynamic_sampling_with_a_reference(run, agent, tmp_path):
     assert row["sampling_groups_kept"] >= 4 and row["episodes/played"] == 8 * row["sampling_rounds"]
     rewards = [sample["reward"] for sample in samples(tmp_path / "run")]
     assert len(rewards) == 8 and all(one != other for one, other in zip(rewards[::2], rewards[1::2], strict=True))
-    assert row["policy/kl_loss"] == pytest.approx(0, abs=1e-9) and row["train/grad_norm"] > 0
+    assert row["policy/kl_loss"] == pytest.approx(0, abs=1e-6) and row["train/grad_norm"] > 0
 
 
 @pytest.mark.parametrize("words, message", [

@@ -12,7 +12,7 @@ from hybridrl.algorithms.algorithm import Algorithm
 from hybridrl.config import GRPOConfig, ModelConfig, TrainingConfig
 from hybridrl.config_loading import groups_of, load
 from hybridrl.metrics import read_metrics
-from tests.recipes.command import assert_same_numbers, metrics, samples
+from tests.recipes.command import GAP, assert_same_numbers, metrics, samples
 
 pytestmark = pytest.mark.slow
 
@@ -35,7 +35,7 @@ def test_metrics_have_every_part_of_a_step(local):
     for row in rows[1:]:
         assert 0 < row["reward/mean"] < 1 and row["reward/failed"] == 0
         assert 1 <= row["response/length_mean"] <= 12
-        assert row["mismatch/max_gap"] < 1e-5 and row["sync/max_log_prob_gap"] < 1e-5
+        assert row["mismatch/max_gap"] < GAP and row["sync/max_log_prob_gap"] < GAP
         assert {"policy/clipfrac", "policy/ratio_mean", "policy/approx_kl_k3", "train/loss", "advantage/std",
                 "group/zero_variance"} <= row.keys()
         assert row["train/grad_norm"] > 0 and row["train/lr"] == 1e-3
@@ -97,9 +97,9 @@ def test_the_exported_model_is_the_trained_one(local, model, tmp_path):
         trained = engine.log_probs(make_batch(prompt_ids=[prompt], response_ids=[response]))["log_probs"].values()
     finally:
         dist.destroy_process_group()
-    torch.testing.assert_close(log_probs(exported), trained, atol=1e-5, rtol=0)
+    torch.testing.assert_close(log_probs(exported), trained, atol=GAP, rtol=0)
     untrained = log_probs(AutoModelForCausalLM.from_pretrained(model).eval())
-    assert (untrained - trained).abs().max() > 1e-3
+    assert (untrained - trained).abs().max() > 10 * GAP
 
 
 @pytest.mark.parametrize("layout", [1, 2], ids=["2x1", "1x2"])
@@ -142,7 +142,7 @@ def test_rloo_with_a_penalty_for_leaving_the_reference(run, grpo, tmp_path):
     phases = [row[f"memory/{name}_peak_bytes"] for name in ("generate", "update")]
     assert all(2**27 < peak < 2**34 for peak in phases)
     first, second = metrics(tmp_path / "run").values()
-    assert first["policy/kl_loss"] == pytest.approx(0, abs=1e-9), "the policy starts as the reference"
+    assert first["policy/kl_loss"] == pytest.approx(0, abs=1e-6), "the policy starts as the reference"
     assert second["policy/kl_loss"] > 1e-5
-    assert first["mismatch/max_gap"] < 1e-5 and second["mismatch/max_gap"] < 1e-5
+    assert first["mismatch/max_gap"] < GAP and second["mismatch/max_gap"] < GAP
     assert not (tmp_path / "run" / "tensorboard").exists() and not (tmp_path / "run" / "model").exists()

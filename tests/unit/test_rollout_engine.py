@@ -3,11 +3,13 @@
 import threading
 import time
 from concurrent.futures import CancelledError
+from types import SimpleNamespace
 
 import pytest
 import torch
 
 from hybridrl.errors import DeadlineError, PhaseError, SyncError
+from hybridrl.workers.rollout import engine as rollout_engine
 from hybridrl.workers.rollout import transformers_engine
 from hybridrl.workers.rollout.engine import Completion, Request, RolloutEngine
 from hybridrl.workers.weights.regions import Write, whole
@@ -166,7 +168,9 @@ def test_when_all_are_cancelled_the_loop_ends_and_leaves_nothing(counting):
     assert counting.seen == [[10], [40]]
 
 
-def test_a_deadline_ends_every_request(counting):
+def test_a_deadline_ends_every_request(counting, monkeypatch):
+    clock = SimpleNamespace(monotonic=lambda: 0.1 * len(counting.seen), time=time.time)  # a step takes 0.1 s
+    monkeypatch.setattr(rollout_engine, "time", clock)
     other = counting.submit(Request([170], 10**9))
     with pytest.raises(DeadlineError, match=r"rollout: 1 of 2 responses not finished after 0.2 s\."):
         counting.generate([Request([10], 1), Request([120], 10**9)], deadline_s=0.2)
@@ -301,7 +305,7 @@ def test_log_probs_are_those_of_the_model(model, temperature):
         assert completion.versions == [1] * 7
         torch.testing.assert_close(
             torch.tensor(completion.log_probs),
-            expected_log_probs(model, request.prompt_ids, completion.token_ids, temperature), atol=1e-5, rtol=0)
+            expected_log_probs(model, request.prompt_ids, completion.token_ids, temperature), atol=1e-4, rtol=0)
 
 
 @pytest.mark.parametrize("room", [1, 3, 64])
@@ -312,7 +316,7 @@ def test_the_cache_grows_while_rows_end(model, monkeypatch, room):
         assert len(completion.token_ids) == request.max_tokens
         torch.testing.assert_close(
             torch.tensor(completion.log_probs),
-            expected_log_probs(model, request.prompt_ids, completion.token_ids), atol=1e-5, rtol=0)
+            expected_log_probs(model, request.prompt_ids, completion.token_ids), atol=1e-4, rtol=0)
 
 
 def test_a_prompt_in_common_is_fed_once_and_rows_go_their_own_ways(model):
@@ -325,7 +329,7 @@ def test_a_prompt_in_common_is_fed_once_and_rows_go_their_own_ways(model):
     for request, completion in zip(requests, together, strict=True):
         torch.testing.assert_close(
             torch.tensor(completion.log_probs),
-            expected_log_probs(model, request.prompt_ids, completion.token_ids), atol=1e-5, rtol=0)
+            expected_log_probs(model, request.prompt_ids, completion.token_ids), atol=1e-4, rtol=0)
 
 
 def test_samples_do_not_depend_on_what_runs_beside_them(model):
@@ -334,7 +338,7 @@ def test_samples_do_not_depend_on_what_runs_beside_them(model):
     narrow = engine_on(model, max_running=2).generate(requests)
     alone = [engine_on(model).generate([request])[0] for request in reversed(requests)][::-1]
     assert [c.token_ids for c in narrow] == [c.token_ids for c in alone] == [c.token_ids for c in together]
-    torch.testing.assert_close([c.log_probs for c in narrow], [c.log_probs for c in together], atol=1e-5, rtol=0)
+    torch.testing.assert_close([c.log_probs for c in narrow], [c.log_probs for c in together], atol=1e-4, rtol=0)
 
 
 def test_seeds_decide_and_temperature_zero_takes_the_likeliest(model):
@@ -348,7 +352,7 @@ def test_seeds_decide_and_temperature_zero_takes_the_likeliest(model):
         assert token == int(model[1](torch.tensor([text])).logits[0, -1].argmax())
         text.append(token)
     torch.testing.assert_close(torch.tensor(greedy.log_probs), expected_log_probs(model, [5, 6], greedy.token_ids),
-                               atol=1e-5, rtol=0)
+                               atol=1e-4, rtol=0)
 
 
 def test_sampling_follows_the_distribution(model):
@@ -415,14 +419,14 @@ def test_weights_may_change_in_mid_generation(model):
                 parameter.div_(factors[name])
     for row, before, after in zip(rows, old, new, strict=True):
         assert row.versions == [1, 1, 1, 2, 2, 2, 2, 2]
-        torch.testing.assert_close(torch.tensor(row.log_probs), torch.cat([before[:3], after[3:]]), atol=2e-5, rtol=0)
+        torch.testing.assert_close(torch.tensor(row.log_probs), torch.cat([before[:3], after[3:]]), atol=1e-4, rtol=0)
         assert (before - after).abs().max() > 1e-2
 
 
 def test_scores_are_those_of_the_model(model):
     ids = [5, 9, 13, 17, 21]
     torch.testing.assert_close(torch.tensor(engine_on(model).score(ids)), expected_log_probs(model, ids[:1], ids[1:]),
-                               atol=1e-5, rtol=0)
+                               atol=1e-4, rtol=0)
 
 
 def test_a_weight_that_does_not_arrive_is_named(model):
