@@ -14,6 +14,12 @@ hypothesis.settings.load_profile("repeatable")
 
 os.environ.setdefault("OMP_NUM_THREADS", "1")
 
+# Of whoever starts the tests: what is printed, and how programs reach others on this machine, must not depend on it.
+for name in [name for name in os.environ if name.lower() in (
+        "force_color", "tty_compatible", "tty_interactive", "columns", "lines", "http_proxy", "https_proxy",
+        "all_proxy")]:
+    del os.environ[name]
+
 # More worker processes than this machine has cores: they are tiny.
 RAY_CPUS = 8
 
