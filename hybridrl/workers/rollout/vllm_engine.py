@@ -15,6 +15,7 @@ from transformers import AutoConfig
 
 from hybridrl.config import LoRAConfig, RolloutConfig
 from hybridrl.errors import ConfigError, ModelError
+from hybridrl.workers.compile_cache import tell_cpus_apart
 from hybridrl.workers.rollout.engine import Completion, Inspect, Orders, PromptScore, Rename, Request, RolloutEngine
 from hybridrl.workers.rollout.routing_table import RoutingTable, mixture_layers
 from hybridrl.workers.rollout.vllm_adapter import ADAPTER_ID, load_adapter
@@ -74,6 +75,7 @@ class VLLMEngine(RolloutEngine):
         self.cuda, self.lora = device.type == "cuda", lora
         shared_memory = None if self.cuda else _name_shared_memory()
         if not self.cuda:
+            tell_cpus_apart()  # beside tensor parallelism vLLM compiles the masks of an embedding's parts
             _count_ranks_eagerly()
             _hide_llvm()
         _leave_transformers_alone()

@@ -2,12 +2,11 @@
 
 import torch
 from torch import nn
-from torch._inductor import config as inductor
 from torch._inductor.cpp_builder import get_cpp_compiler
-from torch._inductor.cpu_vec_isa import pick_vec_isa
 from torch._inductor.exc import InvalidCxxCompiler
 
 from hybridrl.errors import ConfigError
+from hybridrl.workers.compile_cache import tell_cpus_apart
 
 
 def compile_layers(layers: list[nn.Module], key: str = "policy.training") -> None:
@@ -18,10 +17,7 @@ def compile_layers(layers: list[nn.Module], key: str = "policy.training") -> Non
     Raises ConfigError when there is no C++ compiler, which torch.compile needs on any device.
     """
     check_compiler(key)
-    if not torch.cuda.is_available():
-        # Torch's cache of compiled code, which stays on disk, tells CPUs apart by this option alone. Code for vectors
-        # of another width reads and writes beside the tensors: NaN, or a dead process.
-        inductor.cpp.simdlen = pick_vec_isa().bit_width()
+    tell_cpus_apart()
     for layer in layers:
         layer.forward = torch.compile(layer.forward, dynamic=True)
 

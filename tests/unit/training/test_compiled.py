@@ -9,6 +9,7 @@ from torch._dynamo.utils import counters
 import recipes.demo
 from hybridrl.config import ModelConfig, TrainingConfig
 from hybridrl.errors import ConfigError
+from hybridrl.workers.compile_cache import tell_cpus_apart
 from hybridrl.workers.training.engine import TrainingEngine
 from tests.unit.training.reference import policy_gradient, random_batch
 
@@ -42,16 +43,16 @@ def test_updates_are_those_of_eager_layers(one_rank):
 
 
 def test_a_cache_on_disk_tells_cpus_apart(monkeypatch):
-    """Vectors of 256 bits after those of 512, as on another machine with the same home: other keys, other code."""
-    from torch._inductor import config, cpu_vec_isa
-
-    keys = []
-    for isa in (cpu_vec_isa.VecAVX512(), cpu_vec_isa.VecAVX2()):
-        monkeypatch.setattr("hybridrl.workers.training.compiled.pick_vec_isa", lambda isa=isa: isa)
-        with config.patch():
-            engine(compile=True)
-            keys.append(config.save_config_portable()["cpp.simdlen"])
-    assert keys == [512, 256]
+    """As on two machines with the same home: what torch makes of the tag is part of its keys."""
+    monkeypatch.setattr(torch.compiler.config, "cache_key_tag", "mine")
+    tags = []
+    for kind in ("AVX512", "AVX2", "AVX2"):
+        monkeypatch.setattr(torch.backends.cpu, "get_cpu_capability", lambda kind=kind: kind)
+        monkeypatch.setattr(torch.compiler.config, "cache_key_tag", "mine")
+        engine(compile=True)
+        tell_cpus_apart()  # once is enough
+        tags.append(torch.compiler.config.cache_key_tag)
+    assert tags == ["mine AVX512", "mine AVX2", "mine AVX2"]
 
 
 def test_without_a_compiler_it_is_refused(monkeypatch):
