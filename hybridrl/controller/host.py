@@ -86,6 +86,7 @@ class Host:
         self.workers: dict[str, Worker] = {}
         self.failure: Failure | None = None
         self.store: dist.Store | None = None
+        self.joined = False
         os.environ.update(RANK=str(context.rank), WORLD_SIZE=str(context.world_size))
         # Ray shows a process its own GPU alone, as device 0; libraries that read LOCAL_RANK take it for an index.
         os.environ["LOCAL_RANK"] = "0" if context.device.type == "cuda" else str(context.local_rank)
@@ -118,6 +119,7 @@ class Host:
         backend = "cpu:gloo,cuda:nccl" if self.context.device.type == "cuda" else "gloo"
         dist.init_process_group(backend, store=self.store, rank=self.context.rank,
                                 world_size=self.context.world_size, timeout=timedelta(seconds=self.timeout_s))
+        self.joined = True
 
     def build(self, role: str, worker_cls: type[Worker], args: tuple, kwargs: dict, axes: list[str]) -> dict[str, Axis]:
         """Build the worker of a role; returns what it says of each axis."""
@@ -149,12 +151,12 @@ class Host:
             self.workers.pop(role).close()
 
     def close(self) -> None:
-        """Close the workers, newest first, and leave the process group."""
+        """Close the workers, newest first, and leave the process group that this host joined."""
         while self.workers:
             self.workers.popitem()[1].close()
-        if self.store is not None and dist.is_initialized():
+        if self.joined and dist.is_initialized():
             dist.destroy_process_group()
-        self.store = None
+        self.store, self.joined = None, False
 
     def _check(self) -> None:
         if self.failure is not None:

@@ -17,6 +17,7 @@ from pathlib import Path
 import pytest
 import ray
 import torch
+import torch.distributed as dist
 
 from hybridrl import batch as B
 from hybridrl.config import ClusterConfig
@@ -517,6 +518,16 @@ def test_local_leaves_this_process_the_threads_that_its_environment_says(monkeyp
             assert torch.get_num_threads() == expected
     finally:
         torch.set_num_threads(before)
+
+
+def test_local_leaves_a_process_group_that_was_there_before(tmp_path):
+    dist.init_process_group("gloo", init_method=f"file://{tmp_path}/store", rank=0, world_size=1)
+    try:
+        with Cluster(ClusterConfig(backend="local")) as cluster:
+            assert WorkerGroup(Tiny, cluster.pool(), role="tiny").count(rows(2))["rows"] == 2
+        assert dist.is_initialized()
+    finally:
+        dist.destroy_process_group()
 
 
 def test_local_runs_one_rank():
