@@ -179,7 +179,7 @@ def start_ray(num_cpus: int) -> str:
     import ray
 
     memory = os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
-    temp_dir = tempfile.mkdtemp(prefix="hybridrl-")
+    temp_dir = make_temp_dir()
     env = WORKER_ENV | preloaded()
     before = {name: os.environ.get(name) for name in env}
     os.environ.update(env)
@@ -198,6 +198,13 @@ def start_ray(num_cpus: int) -> str:
             else:
                 os.environ[name] = value
     return temp_dir
+
+
+def make_temp_dir() -> str:
+    """A folder for Ray: beneath /tmp where that of other temporary files is too deep for the paths of sockets."""
+    usual = tempfile.gettempdir()
+    # Of 107 bytes that a socket's path may have Ray takes 64, and this folder's own name 18.
+    return tempfile.mkdtemp(prefix="hybridrl-", dir=usual if len(os.fsencode(usual)) <= 25 else "/tmp")
 
 
 @contextmanager

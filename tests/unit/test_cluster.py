@@ -1,11 +1,13 @@
-"""Ctrl-C while Ray starts: it must neither be lost nor cut `ray.init` in two."""
+"""Ctrl-C while Ray starts: it must neither be lost nor cut `ray.init` in two; and where its files go."""
 
 import signal
+import tempfile
 import threading
+from pathlib import Path
 
 import pytest
 
-from hybridrl.controller.cluster import deferred_interrupt
+from hybridrl.controller.cluster import deferred_interrupt, make_temp_dir
 
 
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
@@ -66,3 +68,15 @@ def test_other_threads_change_no_handler():
     thread.start()
     thread.join(10)
     assert handlers == [signal.getsignal(signal.SIGINT)]
+
+
+def test_a_folder_for_ray_leaves_room_for_the_paths_of_sockets(tmp_path, monkeypatch):
+    deep = tmp_path / ("x" * 30)
+    deep.mkdir()
+    monkeypatch.setattr(tempfile, "tempdir", str(deep))
+    folder = Path(make_temp_dir())
+    folder.rmdir()
+    assert folder.parent == Path("/tmp") and not list(deep.iterdir())
+    with tempfile.TemporaryDirectory(prefix="t", dir="/tmp") as short:
+        monkeypatch.setattr(tempfile, "tempdir", short)
+        assert Path(make_temp_dir()).parent == Path(short)
