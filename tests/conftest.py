@@ -1,6 +1,7 @@
 """One Ray for the whole test session, and pools of tiny workers that tests share by size."""
 
 import os
+import resource
 from collections.abc import Callable, Iterator
 from typing import Any
 
@@ -19,6 +20,9 @@ for name in [name for name in os.environ if name.lower() in (
         "force_color", "tty_compatible", "tty_interactive", "columns", "lines", "http_proxy", "https_proxy",
         "all_proxy")]:
     del os.environ[name]
+
+# Tests crash processes: that takes no time and leaves no file.
+resource.setrlimit(resource.RLIMIT_CORE, (0, resource.getrlimit(resource.RLIMIT_CORE)[1]))
 
 # More worker processes than this machine has cores: they are tiny.
 RAY_CPUS = 8
