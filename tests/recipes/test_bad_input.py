@@ -154,14 +154,14 @@ def group_advantages(rows: list[dict]) -> list[float]:
 
 def test_rewards_that_fail_are_counted_and_left_out(start, run, small, tmp_path):
     """First on every row, which stops the run; then, resumed, on some: raising, NaN, text and without an end."""
-    words = [*small, f"trainer.run_dir={tmp_path / 'run'}", "trainer.save_samples=16", "reward.timeout_s=1"]
+    words = [*small, f"trainer.run_dir={tmp_path / 'run'}", "trainer.save_samples=16"]
     command = start(*words, "reward.functions=[{name:'tests.recipes.reward_functions:broken'}]")
     assert command.wait() == 1
     assert command.err.splitlines()[-1].startswith(
         "grpo: none of 16 responses could be scored; the first: tests.recipes.reward_functions:broken: "
         "LookupError: no grader here (reward_functions.py:")
     assert "Traceback" not in command.err
-    run(*words, "reward.functions=[{name:'tests.recipes.reward_functions:troubled'}]")
+    run(*words, "reward.functions=[{name:'tests.recipes.reward_functions:troubled'}]", "reward.timeout_s=1")
     everything, reasons = samples(tmp_path / "run"), set()
     assert len(everything) == 32
     for step, measured in metrics(tmp_path / "run").items():
