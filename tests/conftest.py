@@ -41,7 +41,7 @@ def ray_cluster() -> Iterator[Any]:
 
     temp_dir = start_ray(RAY_CPUS)
     try:
-        with Cluster(ClusterConfig(call_timeout_s=120.0)) as cluster:
+        with Cluster(ClusterConfig(call_timeout_s=240.0)) as cluster:
             yield cluster
     finally:
         ray.shutdown()

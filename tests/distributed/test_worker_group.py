@@ -162,6 +162,10 @@ def test_groups_on_one_pool_share_processes(shared_pool, tiny):
     assert tiny.state()[0] == (0, None, 1)
 
 
+def test_workers_run_at_the_priority_of_this_process(tiny):
+    assert {os.getpriority(os.PRIO_PROCESS, pid) for pid in tiny.process()} == {os.getpriority(os.PRIO_PROCESS, 0)}
+
+
 def test_workers_know_their_place(shared_pool, tiny):
     assert tiny.environment("RANK") == ["0", "1", "2", "3"]
     assert tiny.environment("WORLD_SIZE") == ["4"] * 4
@@ -279,7 +283,7 @@ def test_a_killed_process_is_reported_within_seconds(ray_cluster, tmp_path, barr
     wait_until(lambda: len(list(tmp_path.iterdir())) == 2, "both ranks to begin")
     os.kill(pids[1], signal.SIGKILL)
     with pytest.raises(WorkerError, match="^policy rank 1 at step 2: process died: ") as caught:
-        future.result(timeout_s=60)  # half of the call's own deadline, and seconds on a machine with nothing else to do
+        future.result(timeout_s=60)  # a quarter of the call's own deadline; seconds where nothing else is to be done
     assert (caught.value.role, caught.value.rank, caught.value.step) == ("policy", 1, 2)
     assert not wait_until_gone(pids)
     with pytest.raises(WorkerError, match="stopped by an earlier failure .process died"):
