@@ -12,7 +12,7 @@ import sys
 from collections.abc import Callable, Iterable
 from typing import TypeVar
 
-from hybridrl.config_loading import groups_of, load, to_yaml
+from hybridrl.config_loading import fitting, groups_of, load, to_yaml
 from hybridrl.config_reference import own_options
 from hybridrl.errors import ConfigError, HybridRLError, WorkerError, unknown
 
@@ -81,7 +81,7 @@ def _command_line(name: str, config_class: type[Config], doc: str | None, words:
 def _help(name: str, config_class: type, doc: str | None) -> str:
     lines = [f"usage: python -m recipes.{name} [--config FILE.yaml] [group=choice ...] [key=value ...]", ""]
     lines += [(doc or inspect.getdoc(config_class) or "").splitlines()[0], ""]
-    groups = {group: choices for group, choices in groups_of(name, config_class).items() if choices}
+    groups = {group: fitting(group, choices, config_class) for group, choices in groups_of(name).items() if choices}
     if groups:
         lines += ["groups:", *_columns((f"{group}=", " | ".join(choices)) for group, choices in groups.items()), ""]
     options = own_options(config_class)

@@ -45,7 +45,7 @@ def load(
         file: a YAML file of differences; it may have a `defaults` list that overrides groups.
     Raises ConfigError, in one line.
     """
-    groups, store = groups_of(name, config_class), ConfigStore.instance()
+    groups, store = groups_of(name), ConfigStore.instance()
     store.store(name="schema", node=config_class)
     layers = [name]
     if file is not None:
@@ -87,21 +87,22 @@ def _read(file: Path, overrides: Sequence[str]) -> Any:
     return OmegaConf.create(content or {})
 
 
-def groups_of(name: str, config_class: type | None = None) -> dict[str, list[str]]:
-    """Config groups that a recipe's YAML lists, with their choices; of experiments those whose options it has."""
+def groups_of(name: str) -> dict[str, list[str]]:
+    """Config groups that a recipe's YAML lists, with their choices."""
     file = CONFIG_DIR / f"{name}.yaml"
     if not file.is_file():
         raise ConfigError(unknown("recipe config", name, (path.stem for path in CONFIG_DIR.glob("*.yaml"))))
     entries = (yaml.safe_load(file.read_text()) or {}).get("defaults", [])
     names = [group for entry in entries if isinstance(entry, dict) for group in entry]
-    groups = {group: sorted(path.stem for path in (CONFIG_DIR / group).glob("*.yaml")) for group in names}
-    if config_class is not None and "experiment" in groups:
-        groups["experiment"] = [choice for choice in groups["experiment"] if _fits(choice, config_class)]
-    return groups
+    return {group: sorted(path.stem for path in (CONFIG_DIR / group).glob("*.yaml")) for group in names}
+
+
+def fitting(group: str, choices: Sequence[str], config_class: type) -> list[str]:
+    """Of the choices of a group those for a recipe with this config class: it has all options of such an experiment."""
+    return [choice for choice in choices if group != "experiment" or _fits(choice, config_class)]
 
 
 def _fits(experiment: str, config_class: type) -> bool:
-    """Whether a recipe with this config class has all options that an experiment sets."""
     content = yaml.safe_load((CONFIG_DIR / "experiment" / f"{experiment}.yaml").read_text())
     bases = content.pop("defaults", [])
     try:
@@ -122,11 +123,12 @@ def _checked(text: str, config_class: type, groups: dict[str, list[str]]) -> str
     if override.is_sweep_override():
         raise ConfigError(f"Can't read {text!r}: one value is needed; a list is written {key}=[a,b].")
     if key in groups:
-        choice = "null" if override.value() is None else override.value()
-        if choice not in groups[key] and (CONFIG_DIR / key / f"{choice}.yaml").exists():
-            raise ConfigError(f"{text} sets options of another recipe. Choices here: {', '.join(groups[key])}.")
+        choice = "null" if override.value() is None else str(override.value())
+        if choice in groups[key] and not fitting(key, [choice], config_class):
+            here = fitting(key, groups[key], config_class)
+            raise ConfigError(f"{text} sets options of another recipe. Choices here: {', '.join(here)}.")
         if choice not in groups[key] and not override.is_delete():
-            raise ConfigError(unknown(f"{key}", choice, groups[key]))
+            raise ConfigError(unknown(f"{key}", choice, fitting(key, groups[key], config_class)))
         return text.lstrip("+")
     option = _find(key, config_class)
     entry = typing.get_origin(option.type) is dict

@@ -23,8 +23,8 @@ def solve(task, base_url: str, api_key: str, model: str, rounds: int = 4) -> str
     client = OpenAI(base_url=base_url, api_key=api_key)
     messages: list[Any] = [{"role": "user", "content": task.prompt}]
     for left in reversed(range(rounds)):
-        message: Any = client.chat.completions.create(model=model, messages=messages, tools=TOOLS,
-                                                 tool_choice="auto" if left else "none").choices[0].message
+        message: Any = client.chat.completions.create(
+            model=model, messages=messages, tools=TOOLS, tool_choice="auto" if left else "none").choices[0].message
         if not message.tool_calls:
             break
         messages.append(message)

@@ -10,8 +10,6 @@ import subprocess
 import sys
 import tempfile
 import textwrap
-import time
-from collections.abc import Callable
 from pathlib import Path
 
 import pytest
@@ -26,6 +24,7 @@ from hybridrl.controller.cluster import check_ranks
 from hybridrl.controller.host import most_threads
 from hybridrl.errors import BatchError, ConfigError, DeadlineError, HybridRLError, WorkerError
 from tests.distributed.workers import Refusing, Tiny
+from tests.processes import ended, wait_for
 
 ROOT = Path(__file__).parents[2]
 
@@ -280,12 +279,12 @@ def test_a_killed_process_is_reported_within_seconds(ray_cluster, tmp_path, barr
     pids = group.process()
     group.step = 2
     future = group.hang.future(str(tmp_path), barrier)
-    wait_until(lambda: len(list(tmp_path.iterdir())) == 2, "both ranks to begin")
+    wait_for(lambda: len(list(tmp_path.iterdir())) == 2, "both ranks begin")
     os.kill(pids[1], signal.SIGKILL)
     with pytest.raises(WorkerError, match="^policy rank 1 at step 2: process died: ") as caught:
         future.result(timeout_s=60)  # a quarter of the call's own deadline; seconds where nothing else is to be done
     assert (caught.value.role, caught.value.rank, caught.value.step) == ("policy", 1, 2)
-    assert not wait_until_gone(pids)
+    assert ended(*pids)
     with pytest.raises(WorkerError, match="stopped by an earlier failure .process died"):
         group.state()
 
@@ -302,7 +301,7 @@ def test_a_call_that_outlives_its_deadline_names_the_ranks_and_stops_the_pool(ra
     pids = group.process()
     with pytest.raises(DeadlineError, match="policy.sleep did not end in .* s; ranks still running: 0, 1"):
         group.sleep.within(0.2)(300)
-    assert not wait_until_gone(pids)
+    assert ended(*pids)
     with pytest.raises(HybridRLError, match="can't be used any more: policy.sleep did not end"):
         group.state()
 
@@ -311,32 +310,9 @@ def test_a_closed_pool_says_so(ray_cluster):
     group = WorkerGroup(Tiny, ray_cluster.pool(1), role="policy")
     pids = group.process()
     group.pool.close()
-    assert not wait_until_gone(pids)
+    assert ended(*pids)
     with pytest.raises(HybridRLError, match="can't be used any more: it was closed"):
         group.state()
-
-
-def wait_until(condition: Callable[[], bool], what: str, timeout_s: float = 60.0) -> None:
-    end = time.monotonic() + timeout_s
-    while not condition():
-        assert time.monotonic() < end, f"waited {timeout_s:g} s for {what}"
-        time.sleep(0.02)
-
-
-def wait_until_gone(pids: list[int]) -> list[int]:
-    """Processes of `pids` that still run after a minute."""
-    end = time.monotonic() + 60
-    while time.monotonic() < end and (pids := [pid for pid in pids if running(pid)]):
-        time.sleep(0.05)
-    return pids
-
-
-def running(pid: int) -> bool:
-    """Whether a process exists and is no zombie."""
-    try:
-        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] != "Z"
-    except FileNotFoundError:
-        return False
 
 
 # clusters
@@ -396,7 +372,7 @@ def test_a_running_cluster_is_joined_by_address_and_left_running(ray_cluster, gr
     first, second = run_python(code).stdout.splitlines()
     assert first.split()[:2] == ["0", "0"]
     assert second == "[0.0, 0.0, 1.0]"
-    assert not wait_until_gone([int(pid) for pid in first.split()[2:]])
+    assert ended(*[int(pid) for pid in first.split()[2:]])
     assert group_of(2).sleep(0) == [0, 1]
 
 
@@ -455,7 +431,7 @@ def test_nothing_is_left_behind(tmp_path, number):
         errors = process.communicate(timeout=120)[1]
     finally:
         process.kill()
-    assert not wait_until_gone(started["pids"])
+    assert ended(*started["pids"])
     assert (tmp_path / "logs" / "pool0-rank0.log").exists()
     if number == signal.SIGINT:
         assert "KeyboardInterrupt" in errors

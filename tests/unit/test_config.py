@@ -14,7 +14,7 @@ import yaml
 from hybridrl import config
 from hybridrl.algorithms.algorithm import Algorithm
 from hybridrl.config import RECIPES, Choice, GRPOConfig, RewardFunctionConfig, TrainerConfig, validate_all
-from hybridrl.config_loading import CONFIG_DIR, groups_of, load, to_yaml
+from hybridrl.config_loading import CONFIG_DIR, fitting, groups_of, load, to_yaml
 from hybridrl.config_reference import field_docs, options_of, reference
 from hybridrl.errors import ConfigError
 
@@ -69,11 +69,11 @@ def test_every_algorithm_loads(choice):
 
 
 def test_a_recipe_offers_the_experiments_whose_options_it_has():
-    offered = {recipe: groups_of(recipe, cls).get("experiment") for recipe, cls in RECIPES.items()}
-    assert offered == {
+    experiments = {recipe: groups_of(recipe).get("experiment", []) for recipe in RECIPES}
+    assert {recipe: fitting("experiment", experiments[recipe], cls) for recipe, cls in RECIPES.items()} == {
         "grpo": ["demo", "moe_demo", "smollm2"], "ppo": ["demo", "moe_demo", "smollm2"],
         "distill": ["demo", "demo_distill", "moe_demo", "smollm2"], "sft": ["demo_sft", "guess_sft"],
-        "agent": ["demo", "demo_agent", "moe_demo", "smollm2", "smollm2_agent"], "evaluate": None, "serve": None}
+        "agent": ["demo", "demo_agent", "moe_demo", "smollm2", "smollm2_agent"], "evaluate": [], "serve": []}
 
 
 def test_every_experiment_loads_with_one_of_the_recipes():
